@@ -1,0 +1,1 @@
+"""What happened: operations, backends, isolated workers, the ledger, the pytest plugin and the command line."""

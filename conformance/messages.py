@@ -1,0 +1,77 @@
+"""What the parent and its worker processes say to each other, as plain data.
+
+Tensors travel beside these messages as raw buffers (see ``conformance.frames``). Only the standard library,
+``references`` and ``reports.record`` are imported, so that the parent needs no torch to orchestrate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+CallStatus = Literal["ok", "refused", "error", "oom", "crash", "hang"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """A tensor as it travels: name, dtype as torch prints it without the prefix, shape, and its bytes (C order)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claimed:
+    """A claim with its recipe, both in JSON form, and the recipe's text over the operation's open choices."""
+
+    claim: dict[str, Any]
+    recipe: dict[str, Any]
+    recipe_text: str
+    claim_text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a worker says of a backend on its device.
+
+    interpreter: such as ``CPython 3.11.7, torch 2.13.0+cpu, numpy 2.4.6``. device_name: such as ``NVIDIA H200``.
+    sm: such as ``90``; empty on a CPU. pace: share of the plan that a slow backend asks for (1.0 for all of it).
+    libraries: name -> version of what the interpreter holds (torch, triton, numpy, cuda, driver, ...).
+    """
+
+    backend: str
+    version: str
+    interpreter: str
+    device: str
+    device_name: str
+    sm: str
+    pace: float
+    claims: list[Claimed]
+    libraries: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallReply:
+    """The outcome of one call of a backend.
+
+    status: ``ok`` (outputs present), ``refused`` (it raised Unsupported), ``error`` (another exception), ``oom``,
+        ``crash`` (the process died), ``hang`` (no answer within the deadline).
+    inputs_changed: the inputs hash differently after the call. seconds: prepare and run, device synchronised.
+    """
+
+    status: CallStatus
+    message: str = ""
+    input_sha256: str = ""
+    inputs_changed: bool = False
+    outputs: tuple[Wire, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeReply:
+    """The oracle's answer: its own hash of the inputs, and one part verdict (``PartVerdict`` as a dict) a part."""
+
+    input_sha256: str
+    parts: list[dict[str, Any]]

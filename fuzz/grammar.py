@@ -1,0 +1,183 @@
+"""The parameters of every operation: which keys a case has, and which values they take.
+
+This table is what `fuzz.case` checks a case against and what `fuzz.strategies` draws from; an operation that is added
+gets its rows here. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+MAX_ELEMENTS = 2**32
+"""Largest tensor, in elements, that a case may ask for."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some words."""
+
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer within ``least..most``, a multiple of ``multiple``."""
+
+    least: int = 1
+    most: int = 2**31 - 1
+    multiple: int = 1
+
+
+def _anything(given: Mapping[str, str]) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The keys of one operation and variant, and a check across them that returns a problem or None."""
+
+    keys: Mapping[str, Choice | Size]
+    check: Callable[[Mapping[str, str]], str | None] = _anything
+
+
+def _fits(*names: str) -> Callable[[Mapping[str, str]], str | None]:
+    def check(given: Mapping[str, str]) -> str | None:
+        count = 1
+        for name in names:
+            count *= int(given[name])
+        if count > MAX_ELEMENTS:
+            return f"{' x '.join(f'{name}={given[name]}' for name in names)} is more than {MAX_ELEMENTS} elements"
+        return None
+
+    return check
+
+
+AMAX_SOURCES = ("amax_e4m3", "amax_e5m2", "amax_e2m1", "amax_e2m3", "amax_e3m2")
+UE8M0_POLICIES = {
+    "ceil": ("scale", *AMAX_SOURCES),
+    "ceil_clamped": ("scale", *AMAX_SOURCES),
+    "floor": ("scale", *AMAX_SOURCES),
+    "ceil_amax": AMAX_SOURCES,
+    "even": AMAX_SOURCES,
+    "nearest": ("scale",),
+}
+MX_POLICIES = ("ceil", "floor", "ceil_amax", "even")
+FORMATS = ("deepseek_fp8", "mxfp8", "mxfp4", "nvfp4", "fp8_per_tensor")
+FLOATS = ("fp32", "bf16", "fp16")
+STRIDES = ("contiguous", "transposed", "padded", "offset")
+"""Memory layout of a matrix input: row-major; column-major; rows further apart than they are long; a view that does
+not start at its storage's beginning."""
+
+SCALE_VALUES = ("boundary", "special", "pow2_edges", "uniform_bits", "wide", "normal")
+MATRIX_VALUES = (
+    "normal",
+    "uniform_bits",
+    "wide",
+    "scale_ladder",
+    "pow2_edges",
+    "rounding",
+    "outliers",
+    "cancellation",
+    "codes",
+    "zeros",
+    "zero_blocks",
+    "subnormal",
+    "negative",
+    "constant",
+)
+STATIC_VALUES = (*MATRIX_VALUES, "overflow", "nonfinite")
+CODE_VALUES = ("codes", "random_codes", "scale_ladder", "extreme_scales", "zeros", "nonfinite", "subnormal")
+LAYOUT_VALUES = ("index", "uniform_bits", "nonfinite")
+
+BLOCKS = {
+    "deepseek_fp8": ("1x128", "128x128"),
+    "mxfp8": ("1x32",),
+    "mxfp4": ("1x32",),
+    "nvfp4": ("1x16",),
+    "fp8_per_tensor": ("tensor",),
+}
+QUANT_SCALES = {
+    "deepseek_fp8": ("fp32", "ceil"),
+    "mxfp8": MX_POLICIES,
+    "mxfp4": MX_POLICIES,
+    "nvfp4": ("e4m3",),
+    "fp8_per_tensor": ("fp32", "static"),
+}
+STORED_SCALES = {
+    "deepseek_fp8": ("fp32", "ue8m0"),
+    "mxfp8": ("ue8m0",),
+    "mxfp4": ("ue8m0",),
+    "nvfp4": ("e4m3",),
+    "fp8_per_tensor": ("fp32",),
+}
+
+
+def _columns(variant: str) -> Size:
+    return Size(multiple=2) if variant in ("mxfp4", "nvfp4") else Size()
+
+
+def _quantize_check(given: Mapping[str, str]) -> str | None:
+    if given["values"] in ("overflow", "nonfinite") and given["scale"] != "static":
+        return f"values={given['values']} needs scale=static: the contract is silent on it elsewhere"
+    return _fits("m", "k")(given)
+
+
+def _ue8m0(policy: str) -> Rule:
+    return Rule(
+        {"from": Choice(UE8M0_POLICIES[policy]), "n": Size(most=2**32), "values": Choice(SCALE_VALUES)},
+    )
+
+
+def _quantize(variant: str) -> Rule:
+    keys = {
+        "block": Choice(BLOCKS[variant]),
+        "dtype": Choice(FLOATS),
+        "k": _columns(variant),
+        "m": Size(),
+        "scale": Choice(QUANT_SCALES[variant]),
+        "stride": Choice(STRIDES),
+        "values": Choice(STATIC_VALUES if variant == "fp8_per_tensor" else MATRIX_VALUES),
+    }
+    return Rule(keys, _quantize_check)
+
+
+def _dequantize(variant: str) -> Rule:
+    keys = {
+        "block": Choice(BLOCKS[variant]),
+        "k": _columns(variant),
+        "m": Size(),
+        "out": Choice(FLOATS),
+        "scale": Choice(STORED_SCALES[variant]),
+        "values": Choice(CODE_VALUES),
+    }
+    return Rule(keys, _fits("m", "k"))
+
+
+def _scale_layout() -> Rule:
+    keys = {
+        "cols": Size(),
+        "direction": Choice(("pack", "unpack")),
+        "rows": Size(),
+        "values": Choice(LAYOUT_VALUES),
+    }
+    return Rule(keys, _fits("rows", "cols"))
+
+
+LAYOUTS = ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
+
+GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
+    "ue8m0": {policy: _ue8m0(policy) for policy in UE8M0_POLICIES},
+    "quantize": {variant: _quantize(variant) for variant in FORMATS},
+    "dequantize": {variant: _dequantize(variant) for variant in FORMATS},
+    "scale_layout": {layout: _scale_layout() for layout in LAYOUTS},
+    "requantize": {
+        "deepseek_fp8": Rule(
+            {"k": Size(), "n": Size(), "scale": Choice(("ceil",)), "values": Choice(CODE_VALUES)}, _fits("n", "k")
+        ),
+        "mxfp4_to_deepseek_fp8": Rule(
+            {"k": Size(multiple=128), "n": Size(multiple=128), "values": Choice(CODE_VALUES)}, _fits("n", "k")
+        ),
+    },
+}
+"""operation -> variant -> `Rule`."""

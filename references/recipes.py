@@ -1,0 +1,96 @@
+"""Recipes: the legal choices that a backend makes where a contract leaves one open.
+
+A contract (a format, a scale policy, a layout) fixes most of an answer. What it leaves open is listed here, one field
+a choice. A backend declares its choices with a source; the reference then answers with the outputs that are
+admissible under exactly those choices. A backend that needs more freedom than it declares fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+ScaleArithmetic = Literal["divide", "reciprocal", "approximate"]
+PayloadArithmetic = Literal["divide", "reciprocal", "amax_reciprocal", "approximate"]
+DequantRounding = Literal["once", "via_fp32", "scale_first"]
+Via = Literal["bf16", "fp32"]
+Padding = Literal["zero", "any"]
+ZeroSign = Literal["keep", "any"]
+Subnormals = Literal["keep", "flush"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The declared choices of one backend for one claim. Fields outside an operation's open choices are ignored by it.
+
+    source: where the choice is documented (a file of the library, a specification, a public thread).
+    scale_arithmetic: how amax becomes a scale in FP32: ``divide`` RN(amax / qmax); ``reciprocal``
+        RN(amax * RN(1 / qmax)); ``approximate`` anything within ``scale_error`` (relative) of amax / qmax.
+    scale_error: relative error of the scale before it is rounded to its stored format; 0 unless ``approximate``.
+    payload_arithmetic: how an element is brought to the payload's range in FP32: ``divide`` RN(x / s);
+        ``reciprocal`` RN(x * RN(1 / s)); ``amax_reciprocal`` RN(x * RN(qmax / amax)); ``approximate`` anything within
+        ``payload_error`` (relative) of x / s.
+    payload_error: relative error of the scaled element before encoding; 0 unless ``approximate``.
+    amax_floor: lower bound put on a block's amax before the scale is taken (0 for none).
+    scale_floor: lower bound put on the scale itself (0 for none).
+    zero_sign: ``keep`` if an element that rounds to zero keeps its sign, ``any`` if either zero is admissible.
+    subnormals: ``flush`` if FP32 subnormal results may be replaced by zero, else ``keep``.
+    dequant_rounding: ``once`` from the exact product to the output dtype; ``via_fp32`` first to FP32, then to the
+        output dtype; ``scale_first`` (two-level scales) RN32(block scale * global scale), then RN32 of the product with
+        the payload, then the output dtype.
+    via: dtype of the dequantised weight inside ``requantize``.
+    padding: bytes in the padding of a scale layout, ``zero`` or ``any``.
+    run_to_run: bit equality of repeated runs is part of the contract.
+    """
+
+    source: str
+    scale_arithmetic: ScaleArithmetic = "divide"
+    scale_error: float = 0.0
+    payload_arithmetic: PayloadArithmetic = "divide"
+    payload_error: float = 0.0
+    amax_floor: float = 0.0
+    scale_floor: float = 0.0
+    zero_sign: ZeroSign = "keep"
+    subnormals: Subnormals = "keep"
+    dequant_rounding: DequantRounding = "once"
+    via: Via = "fp32"
+    padding: Padding = "zero"
+    run_to_run: bool = True
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            allowed = get_args(hints[field.name])
+            if allowed and value not in allowed:
+                raise ValueError(f"recipe: {field.name}={value!r} is none of {', '.join(map(str, allowed))}")
+            if isinstance(field.default, float) and not 0.0 <= value < float("inf"):
+                raise ValueError(f"recipe: {field.name}={value!r} is not a finite number >= 0")
+        for choice, error in (("scale_arithmetic", "scale_error"), ("payload_arithmetic", "payload_error")):
+            if (getattr(self, choice) == "approximate") != (getattr(self, error) > 0):
+                raise ValueError(f"recipe: {error} must be positive exactly where {choice}=approximate")
+        if not self.source.strip():
+            raise ValueError("recipe: a source is required")
+
+    def text(self, choices: frozenset[str] | None = None) -> str:
+        """The choices as ``name=value`` words, sorted, those that differ from the default only; ``default`` if none.
+
+        choices: restrict to these field names (an operation's open choices).
+        """
+        words = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name != "source"
+            and (choices is None or field.name in choices)
+            and getattr(self, field.name) != field.default
+        ]
+        return " ".join(sorted(words)) or "default"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, one key a field."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Recipe:
+        """The inverse of `to_json`; an unknown key is a TypeError."""
+        return cls(**data)

@@ -1,0 +1,1 @@
+"""What people read: the record schema, and the tables and files derived from records."""
