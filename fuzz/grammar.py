@@ -130,7 +130,7 @@ def _ue8m0(policy: str) -> Rule:
 
 
 def _quantize(variant: str) -> Rule:
-    keys = {
+    keys: dict[str, Choice | Size] = {
         "block": Choice(BLOCKS[variant]),
         "dtype": Choice(FLOATS),
         "k": _columns(variant),
@@ -143,7 +143,7 @@ def _quantize(variant: str) -> Rule:
 
 
 def _dequantize(variant: str) -> Rule:
-    keys = {
+    keys: dict[str, Choice | Size] = {
         "block": Choice(BLOCKS[variant]),
         "k": _columns(variant),
         "m": Size(),
@@ -155,7 +155,7 @@ def _dequantize(variant: str) -> Rule:
 
 
 def _scale_layout() -> Rule:
-    keys = {
+    keys: dict[str, Choice | Size] = {
         "cols": Size(),
         "direction": Choice(("pack", "unpack")),
         "rows": Size(),
