@@ -1,0 +1,76 @@
+"""Sessions: ``nox -l`` lists them; arguments after ``--`` reach the command that the session runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["conformance", "lint", "tests"]
+nox.options.error_on_external_run = True
+
+ROOT = Path(__file__).parent
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+LINT = nox.project.dependency_groups(PROJECT, "lint")
+# One environment serves every session: the libraries under test take gigabytes.
+ENVIRONMENT = ROOT / ".nox" / "environment"
+PYTHON = str(ENVIRONMENT / "bin" / "python")
+STAMP = ENVIRONMENT / "installed-from"
+CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver is at hand; looked up without loading CUDA."""
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+
+
+def python(session: nox.Session, *arguments: str) -> None:
+    """Run the environment's Python, with the project and all that it tests installed into it."""
+    constraints = [] if has_gpu() else ["-c", str(CONSTRAINTS)]
+    wanted = "\n".join([sys.version, *constraints, (ROOT / "pyproject.toml").read_text(), CONSTRAINTS.read_text()])
+    if not STAMP.exists() or STAMP.read_text() != wanted:
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(ENVIRONMENT), external=True)
+        install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *constraints)
+        session.run(PYTHON, *install, "-e", ".[torchao]", *LINT, external=True)
+        STAMP.write_text(wanted)
+    session.run(PYTHON, *arguments, external=True)
+
+
+@nox.session(venv_backend="none")
+def conformance(session: nox.Session) -> None:
+    """The main job: every operation against every backend at hand, with the reports in out/conformance."""
+    python(session, "-m", "conformance", "run", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """The tests of the harness itself; arguments go to pytest."""
+    python(session, "-m", "pytest", *(session.posargs or ["-n", "2"]))
+
+
+@nox.session(venv_backend="none", default=False)
+def suite(session: nox.Session) -> None:
+    """The conformance suite as a pytest run; arguments go to pytest (-k, -n 2, --lf, --junitxml, ...)."""
+    python(session, "-m", "pytest", "-p", "conformance.plugin", "--pyargs", "conformance.suite", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def repro(session: nox.Session) -> None:
+    """Show one case again: nox -s repro -- '<case>' --backend NAME."""
+    python(session, "-m", "conformance", "repro", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Throughput of the references beside a memory copy and other libraries' references, in one run."""
+    python(session, "-m", "benchmarks.throughput", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Formatting, lint rules and strict types."""
+    python(session, "-m", "ruff", "check", ".")
+    python(session, "-m", "ruff", "format", "--check", ".")
+    python(session, "-m", "mypy")
