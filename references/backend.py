@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from references.recipes import Recipe
+
+if TYPE_CHECKING:  # the parent reads claims without importing torch
+    from torch import Tensor
 
 
 class Unsupported(Exception):  # noqa: N818 - a refusal, not an error
