@@ -1,0 +1,414 @@
+"""The engine: runs every target over its share of a plan, judges the answers and journals the records.
+
+One thread drives each target's worker; answers are judged by a pool of oracle workers. What is recorded depends
+neither on the number of jobs nor on the order of the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from queue import SimpleQueue
+from threading import BoundedSemaphore, Event, Lock, Thread
+from typing import Any, Protocol
+
+from conformance import verdicts
+from conformance.journal import Journal, Key
+from conformance.ledger import Ledger
+from conformance.messages import CallReply, Claimed, Description, JudgeReply, Wire
+from conformance.progress import Progress
+from conformance.verdicts import Replies, Subject
+from fuzz.case import Case
+from references.backend import Claim
+from reports.record import Record
+
+
+class HarnessError(Exception):
+    """The harness itself failed, so that no verdict can be given; the message is one line."""
+
+
+class BackendWorker(Protocol):
+    """The part of ``process.Worker`` that calls a backend."""
+
+    def call(self, case: str, backend: str, options: Mapping[str, str], deadline: float) -> CallReply:
+        """Call a backend on a case's inputs; a failure of any kind is a reply."""
+
+    def close(self) -> None:
+        """End the process."""
+
+
+class OracleWorker(Protocol):
+    """The part of ``process.Worker`` that judges."""
+
+    def judge(self, case: str, recipe: Mapping[str, Any], wires: Sequence[Wire], deadline: float) -> JudgeReply:
+        """Judge the outputs of a call."""
+
+    def close(self) -> None:
+        """End the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A backend on a device.
+
+    start: a new worker. options: call options, which are part of a record's identity. ledger: the entries that apply.
+    """
+
+    description: Description
+    start: Callable[[], BackendWorker]
+    options: Mapping[str, str] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @cached_property
+    def _claims(self) -> dict[tuple[str, str], list[tuple[Claim, Claimed]]]:
+        claims: dict[tuple[str, str], list[tuple[Claim, Claimed]]] = {}
+        for claimed in self.description.claims:
+            claim = Claim.from_json(claimed.claim)
+            claims.setdefault((claim.operation, claim.variant), []).append((claim, claimed))
+        return claims
+
+    @property
+    def options_text(self) -> str:
+        """The options as sorted ``key=value`` words."""
+        return " ".join(f"{key}={value}" for key, value in sorted(self.options.items()))
+
+    def claimed(self, case: Case) -> Claimed | str:
+        """The first claim that covers a case, or the reason why none does."""
+        reasons = []
+        for claim, claimed in self._claims.get((case.operation, case.variant), []):
+            reason = claim.refusal(case)
+            if reason is None:
+                return claimed
+            reasons.append(reason)
+        return "; ".join(dict.fromkeys(reasons)) or f"no claim for {case.operation} {case.variant}"
+
+    def key(self, case: Case) -> Key:
+        """What identifies the case's records on this target."""
+        return (case.text, self.description.backend, self.description.device, self.options_text)
+
+    def share(self, plan: Sequence[Case]) -> list[Case]:
+        """The ledger's witnesses, then the plan without the claimed cases beyond the pace of a slow backend.
+
+        Of the claimed cases in each group (operation x variant) the first are kept, at least one.
+        """
+        pace = self.description.pace
+        claimed = [case for case in plan if not isinstance(self.claimed(case), str)] if pace < 1 else []
+        quota = {
+            group: math.ceil(pace * count)
+            for group, count in Counter((case.operation, case.variant) for case in claimed).items()
+        }
+        left_out = set()
+        for case in claimed:
+            quota[case.operation, case.variant] -= 1
+            if quota[case.operation, case.variant] < 0:
+                left_out.add(case)
+        cases = [*self.ledger.witnesses(), *(case for case in plan if case not in left_out)]
+        return list(dict.fromkeys(cases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """jobs: workers that run at a time. deadline, judge_deadline: seconds for one call. budget: seconds for the run."""
+
+    jobs: int = 1
+    deadline: float = 30.0
+    judge_deadline: float = 600.0
+    budget: float | None = None
+    fail_fast: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What came of a run beside its records.
+
+    planned, settled: (case, target) pairs, those resumed or unsupported included.
+    stopped: why the run ended early (``budget``, ``fail-fast``, ``interrupted``), empty if it did not.
+    left_out: (backend, device) -> cases beyond the pace that it asks for.
+    """
+
+    planned: int
+    settled: int
+    stopped: str
+    left_out: dict[tuple[str, str], int]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every pair was settled."""
+        return self.settled == self.planned
+
+
+class Oracles:
+    """A pool of oracle workers, with the judgements of identical answers kept for the run."""
+
+    def __init__(self, start: Callable[[], OracleWorker], count: int, deadline: float) -> None:
+        self._start, self._deadline = start, deadline
+        self._idle: SimpleQueue[OracleWorker | None] = SimpleQueue()
+        for _ in range(count):
+            self._idle.put(None)
+        self._count = count
+        self._known: dict[bytes, JudgeReply] = {}
+
+    def judge(self, case: str, recipe: Mapping[str, Any], outputs: Sequence[Wire]) -> JudgeReply:
+        """Judge outputs with the next idle worker; a worker that fails is replaced once. Raises `HarnessError`."""
+        key = _fingerprint(case, recipe, outputs)
+        if key in self._known:
+            return self._known[key]
+        worker = self._idle.get()
+        try:
+            for last in (False, True):
+                try:
+                    worker = worker or self._start()
+                    reply = worker.judge(case, recipe, outputs, self._deadline)
+                    break
+                except Exception as error:
+                    if worker is not None:
+                        worker.close()
+                        worker = None
+                    if last:
+                        raise HarnessError(f"the oracle failed on '{case}': {_one_line(error)}") from error
+        finally:
+            self._idle.put(worker)
+        self._known[key] = reply
+        return reply
+
+    def close(self) -> None:
+        """End the idle workers; all of them, once nothing is being judged."""
+        for _ in range(self._count):
+            worker = self._idle.get()
+            if worker is not None:
+                worker.close()
+
+
+def _fingerprint(case: str, recipe: Mapping[str, Any], outputs: Sequence[Wire]) -> bytes:
+    digest = hashlib.sha256(case.encode())
+    choices = {key: value for key, value in recipe.items() if key != "source"}
+    digest.update(json.dumps(choices, sort_keys=True).encode())
+    for wire in outputs:
+        digest.update(f"\n{wire.name} {wire.dtype} {wire.shape}\n".encode())
+        digest.update(wire.data)
+    return digest.digest()
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+class Engine:
+    """One run. Make it, call `run` once; the records are in the journal."""
+
+    def __init__(
+        self, run_id: str, targets: Sequence[Target], oracles: Oracles, journal: Journal, limits: Limits, bar: Progress
+    ) -> None:
+        self.run_id, self._targets, self._oracles, self.journal = run_id, targets, oracles, journal
+        self.limits, self._progress = limits, bar
+        self.slots = BoundedSemaphore(limits.jobs)
+        self._backlog = BoundedSemaphore(4 * limits.jobs)  # answers that wait for the judge hold their outputs
+        self._judges = ThreadPoolExecutor(limits.jobs, thread_name_prefix="judge")
+        self._mutex = Lock()
+        self._stop = Event()
+        self._stopped = ""
+        self._failure: BaseException | None = None
+        self._settled = 0
+
+    def run(self, plan: Sequence[Case], done: frozenset[Key] = frozenset()) -> RunResult:
+        """Execute the plan on every target. done: what a resumed run has already settled. Raises `HarnessError`."""
+        shares = [target.share(plan) for target in self._targets]
+        planned = sum(map(len, shares))
+        self._progress.start(planned)
+        self._ends = math.inf if self.limits.budget is None else time.monotonic() + self.limits.budget
+        drivers = [_Driver(self, target, share, done) for target, share in zip(self._targets, shares, strict=True)]
+        threads = [Thread(target=self._guarded, args=(driver.drive,), daemon=True) for driver in drivers]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)  # a plain join would not notice Ctrl-C everywhere
+            self._judges.shutdown(wait=True)
+        except KeyboardInterrupt:
+            self.stop("interrupted")
+            for driver in drivers:
+                driver.close()
+            self._judges.shutdown(wait=True, cancel_futures=True)
+            for thread in threads:
+                thread.join(5)
+        finally:
+            self._progress.finish()
+        if self._failure is not None:
+            if isinstance(self._failure, HarnessError):
+                raise self._failure
+            raise HarnessError(f"the engine failed: {_one_line(self._failure)}") from self._failure
+        left_out = {
+            (target.description.backend, target.description.device): len(set(plan) - set(share))
+            for target, share in zip(self._targets, shares, strict=True)
+        }
+        return RunResult(
+            planned=planned,
+            settled=self._settled,
+            stopped=self._stopped,
+            left_out={name: count for name, count in left_out.items() if count},
+        )
+
+    def stop(self, why: str) -> None:
+        """Let nothing new start; the first reason counts."""
+        with self._mutex:
+            self._stopped = self._stopped or why
+        self._stop.set()
+
+    def stopping(self) -> bool:
+        """Whether nothing new may start."""
+        if time.monotonic() > self._ends:
+            self.stop("budget")
+        return self._stop.is_set()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether workers are being ended from outside, so that what they reply means nothing."""
+        return self._stopped == "interrupted"
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._mutex:
+                self._failure = self._failure or error
+            self._stop.set()
+
+    def settle(self, target: Target, records: Sequence[Record]) -> None:
+        """Journal the records of one case and count it."""
+        marked = [target.ledger.marked(record) for record in records]
+        self.journal.write(marked)
+        with self._mutex:
+            self._settled += 1
+        self._progress.advance(marked)
+        if self.limits.fail_fast and any(record.failing and not record.ledger_id for record in marked):
+            self.stop("fail-fast")
+
+    def resume(self) -> None:
+        """Count a case that an earlier run has settled."""
+        with self._mutex:
+            self._settled += 1
+        self._progress.advance([])
+
+    def judge_later(self, target: Target, subject: Subject, claimed: Claimed, calls: _Calls) -> None:
+        """Have the calls of a case judged and settled by the pool, when it gets to them."""
+        self._backlog.acquire()
+        future: Future[None] = self._judges.submit(self._guarded, lambda: self._judge(target, subject, claimed, calls))
+        future.add_done_callback(lambda _: self._backlog.release())
+
+    def _judge(self, target: Target, subject: Subject, claimed: Claimed, calls: _Calls) -> None:
+        if self._failure is not None or self.interrupted:
+            return
+        counted = calls.alone or calls.replies
+        judged = [self._oracles.judge(subject.case, claimed.recipe, outputs) for outputs in verdicts.to_judge(counted)]
+        problem = verdicts.input_mismatch(counted, judged)
+        if problem:
+            raise HarnessError(f"{subject.backend} on {subject.device}, '{subject.case}': {problem}")
+        records = verdicts.decide(
+            subject,
+            calls.replies,
+            judged,
+            run_to_run=bool(claimed.recipe.get("run_to_run", True)),
+            alone=calls.alone,
+            before=calls.before,
+        )
+        self.settle(target, records)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    replies: Replies
+    alone: Replies
+    before: int
+
+
+class _Driver:
+    """Drives the worker of one target through its share of the plan."""
+
+    def __init__(self, engine: Engine, target: Target, share: Sequence[Case], done: frozenset[Key]) -> None:
+        self._engine, self._target, self._share, self._done = engine, target, share, done
+        self._worker: BackendWorker | None = None
+        self._before = 0
+        self._deaths: Counter[tuple[str, str]] = Counter()
+
+    def drive(self) -> None:
+        """Settle one case after the other until the engine stops."""
+        try:
+            for case in self._share:
+                if self._engine.stopping():
+                    return
+                self._case(case)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the worker."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def _case(self, case: Case) -> None:
+        engine, target = self._engine, self._target
+        if target.key(case) in self._done:
+            engine.resume()
+            return
+        claimed = target.claimed(case)
+        subject = self._subject(case, claimed)
+        group = (case.operation, case.variant)
+        if isinstance(claimed, str):
+            engine.settle(target, [verdicts.unsupported(subject, claimed)])
+        elif self._deaths[group] >= verdicts.MAX_DEATHS:
+            engine.settle(target, [verdicts.not_run(subject)])
+        else:
+            with engine.slots:
+                if engine.stopping():
+                    return
+                engine.journal.launching(target.key(case))
+                calls = self._call(case)
+            self._deaths[group] += verdicts.died(calls.replies)
+            if not engine.interrupted:
+                engine.judge_later(target, subject, claimed, calls)
+
+    def _call(self, case: Case) -> _Calls:
+        before = self._before
+        replies = self._sequence(case)
+        alone = self._sequence(case) if verdicts.died(replies) and not self._engine.interrupted else ()
+        return _Calls(replies, alone, before)
+
+    def _sequence(self, case: Case) -> Replies:
+        target, deadline = self._target, self._engine.limits.deadline
+
+        def call(poison: str) -> CallReply:
+            if self._worker is None:
+                self._worker, self._before = target.start(), 0
+            options = {**target.options, "poison": poison}
+            return self._worker.call(case.text, target.description.backend, options, deadline)
+
+        replies = verdicts.call_sequence(call)
+        self._before += 1
+        if verdicts.died(replies):
+            self.close()
+            self._before = 0
+        return replies
+
+    def _subject(self, case: Case, claimed: Claimed | str) -> Subject:
+        description = self._target.description
+        return Subject(
+            run=self._engine.run_id,
+            case=case.text,
+            id=case.id,
+            backend=description.backend,
+            version=description.version,
+            interpreter=description.interpreter,
+            device=description.device,
+            sm=description.sm,
+            options=self._target.options_text,
+            recipe="" if isinstance(claimed, str) else claimed.recipe_text,
+        )

@@ -1,0 +1,181 @@
+"""The output directory of a run and its journal, ``records.jsonl``: the file that every other one is derived from.
+
+Records are appended and flushed as they come, those of one case together, so that killing the process loses at most
+the case being written. ``run.json`` says which plan and versions the records belong to, and whether they are all there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from reports.files import replace_text
+from reports.record import Record, RecordError
+
+TOOL = "blockscale-conformance"
+RECORDS, RUN, LOGS, PLAN, LAUNCHED = "records.jsonl", "run.json", "logs", "plan.jsonl", "launched.jsonl"
+DERIVED = ("results.parquet", "results.csv", "report.md", "report.html", "junit.xml")
+TRACEBACK = "traceback.txt"
+OWN = (RECORDS, RUN, LOGS, PLAN, LAUNCHED, TRACEBACK, *DERIVED)
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp\Z")  # see reports.files
+
+Key = tuple[str, str, str, str]
+"""What is complete or not: (case, backend, device, options)."""
+
+
+class JournalError(ValueError):
+    """An output directory or journal that cannot be used; the message is one line."""
+
+
+def key_of(record: Record) -> Key:
+    """The case, backend, device and options that a record belongs to."""
+    return (record.case, record.backend, record.device, record.options)
+
+
+def write_run(out: Path, run: Mapping[str, Any]) -> None:
+    """Write run.json, whole or not at all."""
+    replace_text(out / RUN, json.dumps(run, indent=2, sort_keys=True) + "\n")
+
+
+def read_run(out: Path) -> dict[str, Any]:
+    """The contents of run.json. Raises `JournalError`."""
+    try:
+        run = json.loads((out / RUN).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JournalError(f"{out / RUN}: {error.strerror}") from None
+    except ValueError as error:
+        raise JournalError(f"{out / RUN}: {error}") from None
+    if not isinstance(run, dict) or run.get("tool") != TOOL:
+        raise JournalError(f"{out / RUN}: not written by {TOOL}")
+    return run
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a journal. Only a last line without its newline is tolerated, and dropped."""
+    try:
+        text = path.read_bytes().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise JournalError(f"{path}: {error.strerror}") from None
+    lines = text.split("\n")
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or truncated
+        try:
+            records.append(Record.from_line(line))
+        except (RecordError, TypeError) as error:
+            raise JournalError(f"{path}:{number}: {error}") from None
+    return records
+
+
+def whole_cases(records: Sequence[Record]) -> list[Record]:
+    """The records without those of the last case, which may lack some where the writer was killed."""
+    if not records:
+        return []
+    last = key_of(records[-1])
+    end = len(records)
+    while end and key_of(records[end - 1]) == last:
+        end -= 1
+    return list(records[:end])
+
+
+class OutDirectory:
+    """A directory that belongs to one run while it lasts: made, checked, locked and, for a fresh run, emptied.
+
+    Raises `JournalError` if it cannot be written, holds files that no run wrote, or is in use.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._check_owned()
+            probe = path / f".{RUN}.{os.getpid()}.tmp"
+            probe.write_text("", encoding="utf-8")
+            for entry in path.iterdir():
+                if _left_over(entry.name):
+                    entry.unlink()
+            self._lock = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise JournalError(f"--out {path}: {error.strerror or error}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise JournalError(f"--out {path}: another run is writing there") from None
+        # While the run lasts nothing may look like a finished report, nor the directory like nobody's.
+        if (path / RUN).exists():
+            write_run(path, {**read_run(path), "complete": False})
+        for name in OWN:
+            if name != RUN and not (resume and name in (RECORDS, PLAN, LOGS)):
+                _remove(path / name)
+
+    def _check_owned(self) -> None:
+        names = sorted(entry.name for entry in self.path.iterdir() if not _left_over(entry.name))
+        foreign = [name for name in names if name not in OWN]
+        if foreign:
+            raise JournalError(f"--out {self.path}: holds {foreign[0]}, which no run wrote; choose another directory")
+        if names and RUN not in names:
+            raise JournalError(f"--out {self.path}: holds {names[0]} but no {RUN}; choose another directory")
+        if (self.path / RUN).exists():
+            read_run(self.path)
+
+    def close(self) -> None:
+        """Let another run have the directory."""
+        os.close(self._lock)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _left_over(name: str) -> bool:
+    match = _TEMPORARY.match(name)
+    return match is not None and match[1] in OWN
+
+
+class Journal:
+    """Appends records to ``records.jsonl``; safe to share between threads.
+
+    kept: records of an earlier run that stay (`--resume`); the file is rewritten with them first.
+    """
+
+    def __init__(self, out: Path, kept: Iterable[Record] = ()) -> None:
+        self._mutex = Lock()
+        self.records = list(kept)
+        replace_text(out / RECORDS, _lines(self.records))
+        self._file = (out / RECORDS).open("a", encoding="utf-8")
+        self._launched = (out / LAUNCHED).open("w", encoding="utf-8")
+
+    def launching(self, key: Key) -> None:
+        """Note, before anything is executed, which case a worker is about to run."""
+        with self._mutex:
+            self._launched.write(json.dumps(key) + "\n")
+            self._launched.flush()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Append the records of one case, together, and flush."""
+        with self._mutex:
+            self.records.extend(records)
+            self._file.write(_lines(records))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the files; with nothing in flight, the list of what was launched has no more use."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+            self._launched.close()
+        Path(self._launched.name).unlink(missing_ok=True)
+
+
+def _lines(records: Iterable[Record]) -> str:
+    return "".join(record.to_line() + "\n" for record in records)
