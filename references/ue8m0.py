@@ -1,0 +1,116 @@
+"""UE8M0: a scale that is a power of two, one byte of exponent, and the policies that round a scale to it.
+
+Code b stands for 2^(b - 127), b = 0..254; 255 is NaN; there is no sign, no zero and no infinity (OCP Microscaling
+Formats 1.0, section 5.4). Every policy works on the bits of an FP32 number; its sign is ignored.
+
+| policy | source |
+|---|---|
+| ``ceil`` | CUDA ``cvt.rp.satfinite.ue8m0x2.f32``; torchao ``RCEIL``; of amax / qmax |
+| ``ceil_clamped`` | DeepGEMM and SGLang ``ceil_to_ue8m0``: exponent field + (mantissa != 0), clamped to 1..254 |
+| ``floor`` | OCP MX section 6.3; torchao ``FLOOR`` |
+| ``ceil_amax`` | torchao ``CEIL`` |
+| ``even`` | torchao ``EVEN`` |
+| ``nearest`` | torch's cast to ``float8_e8m0fnu`` |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from references.elements import Element
+from references.rounding import round_to
+
+SCALE_POLICIES = ("ceil", "ceil_clamped", "floor", "nearest")
+"""Policies from a scale."""
+AMAX_POLICIES = ("ceil", "ceil_clamped", "floor", "ceil_amax", "even")
+"""Policies from a block's amax."""
+POLICIES = ("ceil", "ceil_clamped", "floor", "ceil_amax", "even", "nearest")
+NAN = 255
+
+_MANTISSA = (1 << 23) - 1
+_INFINITY = 255 << 23
+
+
+def decode(codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Codes uint8 of any shape to 2^(code - 127) in FP64 or FP32, exactly (code 0 is an FP32 subnormal); 255 to NaN."""
+    if codes.dtype != torch.uint8:
+        raise ValueError(f"ue8m0: codes are {codes.dtype}, expected uint8")
+    if dtype == torch.float64:
+        wide = codes.to(torch.int64)
+        values = ((wide + (1023 - 127)) << 52).view(torch.float64)
+    elif dtype == torch.float32:
+        wide = codes.to(torch.int32)
+        values = torch.where(wide == 0, torch.full_like(wide, 1 << 22), wide << 23).view(torch.float32)
+    else:
+        raise ValueError(f"ue8m0: cannot decode to {dtype}")
+    return torch.where(wide == NAN, torch.full_like(values, float("nan")), values)
+
+
+def _magnitude(values: Tensor) -> Tensor:
+    if values.dtype != torch.float32:
+        raise ValueError(f"ue8m0: values are {values.dtype}, expected float32")
+    return values.contiguous().view(torch.int32) & 0x7FFFFFFF
+
+
+def encode(scale: Tensor, policy: str) -> Tensor:
+    """FP32 scales of any shape to codes uint8 under one of `SCALE_POLICIES`."""
+    magnitude = _magnitude(scale)
+    is_nan = magnitude > _INFINITY
+    exponent, mantissa = magnitude >> 23, magnitude & _MANTISSA
+    if policy == "ceil":
+        code = (exponent + (mantissa != 0)).clamp(max=254)
+        code = torch.where(magnitude <= 1 << 22, torch.zeros_like(code), code)  # up to 2^-127, code 0
+    elif policy == "ceil_clamped":
+        code = (exponent + (mantissa != 0)).clamp(1, 254)
+        is_nan = torch.zeros_like(is_nan)
+    elif policy == "floor":
+        code = exponent.clamp(max=254)
+    elif policy == "nearest":
+        code = exponent + (mantissa >= 1 << 22)
+        # Not nearest below 2^-126, but what torch does: everything above 2^-127 is 1.
+        code = torch.where(exponent == 0, (mantissa > 1 << 22).to(code.dtype), code).clamp(max=NAN)
+    else:
+        raise ValueError(f"ue8m0: policy {policy!r} is none of {', '.join(SCALE_POLICIES)}")
+    return torch.where(is_nan, torch.full_like(code, NAN), code).to(torch.uint8)
+
+
+def from_amax(amax: Tensor, element: Element, policy: str, arithmetic: str = "divide") -> Tensor:
+    """FP32 block maxima of any shape to codes uint8 under one of `AMAX_POLICIES`.
+
+    arithmetic: how ``ceil`` and ``ceil_clamped`` bring amax to a scale in FP32, ``divide`` RN(amax / qmax) or
+    ``reciprocal`` RN(amax * RN(1 / qmax)); the other policies read the bits of amax.
+    """
+    if policy in ("ceil", "ceil_clamped"):
+        return encode(scale_from_amax(amax, element, arithmetic), policy)
+    magnitude = _magnitude(amax)
+    is_nan = magnitude > _INFINITY
+    magnitude = magnitude.clamp(max=_INFINITY)
+    if policy == "floor":
+        exponent = magnitude >> 23
+    elif policy == "ceil_amax":
+        exponent = (magnitude >> 23) + ((magnitude & _MANTISSA) != 0)
+    elif policy == "even":
+        exponent = (magnitude + (1 << (22 - element.mantissa_bits))) >> 23
+    else:
+        raise ValueError(f"ue8m0: policy {policy!r} is none of {', '.join(AMAX_POLICIES)}")
+    # A subnormal amax has exponent field 0 instead of its true exponent: code 0 either way, since emax >= 2.
+    code = (exponent - element.emax).clamp(0, 254)
+    return torch.where(is_nan, torch.full_like(code, NAN), code).to(torch.uint8)
+
+
+def scale_from_amax(amax: Tensor, element: Element, arithmetic: str = "divide") -> Tensor:
+    """RN32(amax / qmax) or RN32(amax * RN32(1 / qmax)) of FP32 block maxima, FP32; the sign of amax is dropped.
+
+    The FP64 quotient or product of FP32 numbers rounds to the same FP32 number as the exact one (53 >= 2 * 24 + 2).
+    """
+    wide = amax.abs().to(torch.float64)
+    # A tensor and not a Python number: CUDA kernels divide by a number through its reciprocal.
+    qmax = torch.full((), element.max, dtype=torch.float64, device=amax.device)
+    if arithmetic == "divide":
+        wide = wide / qmax
+    elif arithmetic == "reciprocal":
+        wide = wide * round_to(1.0 / qmax, torch.float32)
+    else:
+        raise ValueError(f"ue8m0: arithmetic {arithmetic!r} is neither divide nor reciprocal")
+    return round_to(wide, torch.float32).to(torch.float32)
