@@ -9,6 +9,9 @@ All pointers to 8-bit codes are ``uint8``. One program handles ``TILE_M`` rows o
 of ``1 x GROUP`` have a scale a row, and blocks of ``TILE_M x GROUP`` (``SQUARE``) share one.
 """
 
+# ruff: noqa: N803 - constexpr parameters in capitals, as Triton kernels have them
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
 from __future__ import annotations
 
 import triton

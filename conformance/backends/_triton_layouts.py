@@ -1,5 +1,8 @@
 """Triton kernels that move scale factors between their plain and their stored orders, bit for bit."""
 
+# ruff: noqa: N803 - constexpr parameters in capitals, as Triton kernels have them
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
 from __future__ import annotations
 
 import triton
@@ -10,7 +13,7 @@ import triton.language as tl
 def interleave_128x4_kernel(source_ptr, target_ptr, rows, cols, n, UNPACK: tl.constexpr, BLOCK: tl.constexpr):
     """uint8 plain [rows, cols] to flat tiles of 128 x 4 (n bytes, padding zero), or back.
 
-    Byte o of the packed form lies in tile o // 512, at row (o % 512) // 16 + 32 * ((o % 16) // 4) and column o % 4 there.
+    Byte o of the packed form lies in tile o // 512, there at row (o % 512) // 16 + 32 * ((o % 16) // 4), column o % 4.
     """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tile_columns = (cols + 3) // 4
@@ -53,7 +56,7 @@ def pack_mn_major_kernel(source_ptr, target_ptr, rows, cols, target_columns, TIL
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
     packed = tl.zeros([TILE], tl.int32)
     for i in tl.static_range(4):
-        column = word * 4 + i
+        column = tl.zeros_like(row) + (word * 4 + i)  # a vector: the interpreter cannot `&` a mask with a scalar
         at = source_ptr + row.to(tl.int64) * cols + column
         byte = tl.load(at, mask=(row < rows) & (column < cols), other=0)
         packed = packed | (byte.to(tl.int32) << (8 * i))
@@ -67,6 +70,6 @@ def unpack_mn_major_kernel(source_ptr, target_ptr, rows, cols, source_columns, T
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
     packed = tl.load(source_ptr + word.to(tl.int64) * source_columns + row, mask=row < rows, other=0)
     for i in tl.static_range(4):
-        column = word * 4 + i
+        column = tl.zeros_like(row) + (word * 4 + i)
         byte = ((packed >> (8 * i)) & 0xFF).to(tl.uint8)
         tl.store(target_ptr + row.to(tl.int64) * cols + column, byte, mask=(row < rows) & (column < cols))

@@ -1,0 +1,235 @@
+"""What the three Triton backends share: claims, recipe, and the launches of this project's kernels.
+
+Import it only after ``TRITON_INTERPRET`` is as it should be: Triton decides at decoration whether a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from conformance.backends import _triton_kernels as kernels
+from conformance.backends import _triton_layouts as layouts
+from references.backend import Claim, Unsupported
+from references.recipes import Recipe
+
+AMAX_FLOOR = 2.0**-40
+"""Lower bound of amax under FP32 scales, so that a zero block has a quotient."""
+SCALE_FLOOR = 2.0**-9
+"""Lower bound of an NVFP4 block scale: the smallest positive E4M3 number."""
+
+ELEMENTS = {
+    "e4m3": (448.0, 8, 3),
+    "e5m2": (57344.0, 15, 2),
+    "e2m1": (6.0, 2, 1),
+    "e2m3": (7.5, 2, 3),
+    "e3m2": (28.0, 4, 2),
+}
+"""Largest value, largest exponent and mantissa bits of each element format."""
+BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16)}
+OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SOURCE = "conformance/backends/_triton_kernels.py"
+
+Parts = dict[str, Tensor]
+Call = Callable[[], Parts]
+
+
+class TritonBackend:
+    """This project's Triton kernels, compiled or interpreted.
+
+    name: of the backend. devices: the device types that it claims. max_elements: of a matrix; the interpreter is slow.
+    tile_rows: rows a program takes of a block of columns. pace: share of the plan to run.
+    """
+
+    def __init__(self, name: str, *, device: str, max_size: int | None, tile_rows: int, pace: float) -> None:
+        self.name = name
+        self.pace = pace
+        self._device = device
+        self._max_size = max_size
+        self._tile_rows = tile_rows
+
+    def version(self) -> str:
+        """Triton's version."""
+        return str(triton.__version__)
+
+    def claims(self, device: str) -> Iterable[Claim]:
+        """Every kernel on the devices of this backend; without FP8 casts (below SM89) no E4M3."""
+        if device.split(":")[0] != self._device:
+            return []
+        e4m3 = self._device == "cpu" or torch.cuda.get_device_capability(torch.device(device)) >= (8, 9)
+        return [claim for claim in self._all_claims() if e4m3 or not _needs_e4m3(claim)]
+
+    def _all_claims(self) -> Iterable[Claim]:
+        def claims(operation: str, variants: Iterable[str], kernel: str, *sizes: str) -> Iterable[Claim]:
+            maxima = {} if self._max_size is None else dict.fromkeys(sizes, self._max_size)
+            return [
+                Claim(operation=operation, variant=variant, source=f"{SOURCE}: {kernel}", maxima=maxima)
+                for variant in variants
+            ]
+
+        policies = ("ceil", "ceil_clamped", "floor", "ceil_amax", "even", "nearest")
+        formats = ("deepseek_fp8", "mxfp8", "mxfp4", "nvfp4", "fp8_per_tensor")
+        orders = ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
+        yield from claims("ue8m0", policies, "ue8m0_kernel")
+        yield from claims("quantize", formats, "quantize_*_kernel", "m", "k")
+        yield from claims("dequantize", formats, "dequantize_*_kernel", "m", "k")
+        yield from claims("scale_layout", orders, "_triton_layouts.py", "rows", "cols")
+        yield from claims("requantize", ("deepseek_fp8",), "dequantize_e4m3_kernel, quantize_e4m3_kernel", "n", "k")
+
+    def recipe(self, claim: Claim) -> Recipe:
+        """IEEE divisions; products in FP32, then the output dtype; NVFP4 takes block scale x global scale first."""
+        nvfp4 = claim.variant == "nvfp4"
+        if claim.operation == "quantize":
+            return Recipe(
+                source=SOURCE,
+                amax_floor=AMAX_FLOOR if claim.variant in ("deepseek_fp8", "fp8_per_tensor") else 0.0,
+                scale_floor=SCALE_FLOOR if nvfp4 else 0.0,
+            )
+        if claim.operation == "dequantize":
+            return Recipe(source=SOURCE, dequant_rounding="scale_first" if nvfp4 else "via_fp32")
+        return Recipe(source=SOURCE)
+
+    def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
+        """The launches, bound to their inputs."""
+        match case.operation:
+            case "ue8m0":
+                return lambda: {"scales": _ue8m0(inputs["x"], case.variant, case["from"])}
+            case "quantize":
+                return lambda: self._quantize(case, inputs)
+            case "dequantize":
+                return lambda: {"output": self._dequantize(case, inputs)}
+            case "scale_layout":
+                return lambda: {"scales": _scale_layout(case, inputs["scales"])}
+            case "requantize" if case.variant == "deepseek_fp8":
+                return lambda: self._requantize(inputs["payload"], inputs["scales"])
+        raise Unsupported(f"no {case.operation} {case.variant}")
+
+    def run(self, prepared: Call, out: Mapping[str, Tensor]) -> Parts:
+        """Launch."""
+        return prepared()
+
+    def _quantize(self, case: Any, inputs: Mapping[str, Tensor]) -> Parts:
+        x = inputs["x"]
+        if case.variant == "fp8_per_tensor":
+            return self._quantize_tensor(x, inputs.get("scale"))
+        block = BLOCKS[case["block"]]
+        if case.variant in ("mxfp4", "nvfp4"):
+            return self._quantize_e2m1(x, block[1], case["scale"], inputs.get("global_scale", x))
+        return self._quantize_e4m3(x, block, case["scale"])
+
+    def _quantize_e4m3(self, x: Tensor, block: tuple[int, int], policy: str) -> Parts:
+        (rows, group), (m, k) = block, x.shape
+        square = rows > 1
+        tile = rows if square else self._tile_rows
+        scale_shape = (triton.cdiv(m, rows), triton.cdiv(k, group))
+        scales = x.new_empty(scale_shape, dtype=torch.float32 if policy == "fp32" else torch.uint8)
+        payload = x.new_empty((m, k), dtype=torch.uint8)
+        kernels.quantize_e4m3_kernel[(triton.cdiv(m, tile), scale_shape[1])](
+            x, payload, scales, m, k, *x.stride(), scale_shape[1], AMAX_FLOOR,
+            POLICY=policy, SQUARE=square, TILE_M=tile, GROUP=group,
+        )  # fmt: skip
+        return {"scales": scales, "payload": payload}
+
+    def _quantize_e2m1(self, x: Tensor, group: int, policy: str, global_scale: Tensor) -> Parts:
+        m, k = x.shape
+        columns = triton.cdiv(k, group)
+        scales = x.new_empty((m, columns), dtype=torch.uint8)
+        payload = x.new_empty((m, k // 2), dtype=torch.uint8)
+        kernels.quantize_e2m1_kernel[(triton.cdiv(m, self._tile_rows), columns)](
+            x, payload, scales, global_scale, m, k, *x.stride(), columns, SCALE_FLOOR,
+            POLICY=policy, TILE_M=self._tile_rows, GROUP=group,
+        )  # fmt: skip
+        return {"scales": scales, "payload": payload}
+
+    def _quantize_tensor(self, x: Tensor, scale: Tensor | None) -> Parts:
+        (m, k), tile = x.shape, {"TILE_M": self._tile_rows, "TILE_K": 128}
+        grid = (triton.cdiv(m, tile["TILE_M"]), triton.cdiv(k, tile["TILE_K"]))
+        parts: Parts = {}
+        if scale is None:
+            partial = x.new_empty(grid, dtype=torch.int32)
+            scale = parts["scales"] = x.new_empty((1, 1), dtype=torch.float32)
+            kernels.tile_amax_kernel[grid](x, partial, m, k, *x.stride(), grid[1], **tile)
+            kernels.tensor_scale_kernel[(1,)](partial, scale, partial.numel(), AMAX_FLOOR, BLOCK=1024)
+        parts["payload"] = x.new_empty((m, k), dtype=torch.uint8)
+        kernels.quantize_by_scale_kernel[grid](x, scale, parts["payload"], m, k, *x.stride(), **tile)
+        return parts
+
+    def _dequantize(self, case: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        payload, scales = inputs["payload"].contiguous(), inputs["scales"].contiguous()
+        m, k = case.integer("m"), case.integer("k")
+        output = payload.new_empty((m, k), dtype=OUTPUTS[case["out"]])
+        if case.variant not in ("mxfp4", "nvfp4"):
+            block = (m, k) if case["block"] == "tensor" else BLOCKS[case["block"]]
+            return self._dequantize_e4m3(payload, scales, output, block, case["scale"])
+        group = BLOCKS[case["block"]][1]
+        kernels.dequantize_e2m1_kernel[(triton.cdiv(m, self._tile_rows), triton.cdiv(k, 128))](
+            payload, scales, inputs.get("global_scale", scales), output, m, k, triton.cdiv(k, group),
+            SCALE=case["scale"], GROUP=group, TILE_M=self._tile_rows, TILE_PAIRS=64,
+        )  # fmt: skip
+        return output
+
+    def _dequantize_e4m3(
+        self, payload: Tensor, scales: Tensor, output: Tensor, block: tuple[int, int], scale: str
+    ) -> Tensor:
+        m, k = payload.shape
+        kernels.dequantize_e4m3_kernel[(triton.cdiv(m, self._tile_rows), triton.cdiv(k, 128))](
+            payload, scales, output, m, k, *block, triton.cdiv(k, block[1]),
+            SCALE=scale, TILE_M=self._tile_rows, TILE_K=128,
+        )  # fmt: skip
+        return output
+
+    def _requantize(self, payload: Tensor, scales: Tensor) -> Parts:
+        weight = payload.new_empty(payload.shape, dtype=torch.float32)
+        self._dequantize_e4m3(payload.contiguous(), scales.contiguous(), weight, (128, 128), "fp32")
+        return self._quantize_e4m3(weight, (128, 128), "ceil")
+
+
+def _needs_e4m3(claim: Claim) -> bool:
+    return claim.operation not in ("ue8m0", "scale_layout") and claim.variant != "mxfp4"
+
+
+def _ue8m0(x: Tensor, policy: str, source: str) -> Tensor:
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    qmax, emax, mantissa_bits = ELEMENTS.get(source.removeprefix("amax_"), (1.0, 0, 0))
+    kernels.ue8m0_kernel[(triton.cdiv(x.numel(), 1024),)](
+        x, codes, x.numel(),
+        POLICY=policy, FROM_AMAX=source != "scale", QMAX=qmax, EMAX=emax, MANTISSA_BITS=mantissa_bits, BLOCK=1024,
+    )  # fmt: skip
+    return codes
+
+
+def _scale_layout(case: Any, scales: Tensor) -> Tensor:
+    rows, cols = case.integer("rows"), case.integer("cols")
+    unpack = case["direction"] == "unpack"
+    scales = scales.contiguous()
+    match case.variant:
+        case "interleave_128x4":
+            size = triton.cdiv(rows, 128) * 128 * triton.cdiv(cols, 4) * 4
+            target = scales.new_empty((rows, cols) if unpack else (size,))
+            layouts.interleave_128x4_kernel[(triton.cdiv(size, 1024),)](
+                scales, target, rows, cols, size, UNPACK=unpack, BLOCK=1024
+            )
+            return target
+        case "mn_major_packed":
+            words, padded = triton.cdiv(cols, 4), triton.cdiv(rows, 4) * 4
+            kernel = layouts.unpack_mn_major_kernel if unpack else layouts.pack_mn_major_kernel
+            target = (
+                scales.new_empty((rows, cols), dtype=torch.uint8)
+                if unpack
+                else scales.new_empty((words, padded), dtype=torch.int32)
+            )
+            kernel[(words, triton.cdiv(padded, 128))](scales, target, rows, cols, padded, TILE=128)
+            return target
+    padded = triton.cdiv(rows, 4) * 4 if case.variant == "mn_major" else rows
+    target = scales.new_empty((rows, cols) if unpack else (cols, padded))
+    # Scales move as words, so that a NaN keeps its payload.
+    source, words = scales.view(torch.int32), target.view(torch.int32)
+    shape = (rows, cols) if not unpack else (cols, rows)
+    layouts.transpose_kernel[(triton.cdiv(target.shape[0], 32), triton.cdiv(target.shape[1], 32))](
+        source, words, *shape, *target.shape, source.shape[1], TILE=32
+    )
+    return target
