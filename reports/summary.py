@@ -1,0 +1,370 @@
+"""What a run says: calls, groups, the outcome, and its first lines.
+
+A *call* is one case on one backend (device and options included); its records are the parts of its answer. A *group* is
+the calls of one operation and variant on one backend and device. All counts in the reports are counts of calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from reports import text
+from reports.frame import order
+from reports.record import FAILING, Record
+
+FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED = "fail", "known", "pass", "refused", "unsupported"
+STATUSES = (FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED)
+"""Of a call: a part fails and no ledger entry explains it; all parts that fail are known; some part passes; refused;
+not claimed. The first that applies."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One case on one backend. parts: its records, earlier parts first."""
+
+    parts: tuple[Record, ...]
+
+    @cached_property
+    def status(self) -> str:
+        """One of `STATUSES`."""
+        failing = [record for record in self.parts if record.failing]
+        if failing:
+            return FAIL if any(not record.ledger_id for record in failing) else KNOWN
+        verdicts = {record.verdict for record in self.parts}
+        return PASS if "pass" in verdicts else REFUSED if "refused" in verdicts else UNSUPPORTED
+
+    @cached_property
+    def lead(self) -> Record:
+        """The record that speaks for the call: the first part that fails, else the one with the largest headroom."""
+        if self.status in (FAIL, KNOWN):
+            unexplained = self.status == FAIL
+            return next(item for item in self.parts if item.failing and unexplained == (not item.ledger_id))
+        return max(self.parts, key=lambda item: -1.0 if item.headroom is None else item.headroom)
+
+    @cached_property
+    def headroom(self) -> float | None:
+        """The largest over the parts; None where nothing was judged."""
+        return max((item.headroom for item in self.parts if item.headroom is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The calls of one operation and variant on one backend and device.
+
+    claims, sources: from the run, where it lists them. recipes: those of the records, else of the run.
+    """
+
+    operation: str
+    variant: str
+    backend: str
+    version: str
+    device: str
+    sm: str
+    calls: tuple[Call, ...]
+    claims: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Status -> calls."""
+        return Counter(call.status for call in self.calls)
+
+    @property
+    def judged(self) -> int:
+        """Calls that were made: all but the unsupported ones."""
+        return len(self.calls) - self.counts[UNSUPPORTED]
+
+    @cached_property
+    def failing(self) -> Counter[str]:
+        """Verdict -> unexplained failures."""
+        return Counter(call.lead.verdict for call in self.calls if call.status == FAIL)
+
+    @cached_property
+    def known(self) -> Counter[str]:
+        """Verdict -> known failures."""
+        return Counter(call.lead.verdict for call in self.calls if call.status == KNOWN)
+
+    @property
+    def status(self) -> str:
+        """The worst status of a call."""
+        return next((status for status in STATUSES if self.counts[status]), UNSUPPORTED)
+
+    @cached_property
+    def headroom(self) -> float | None:
+        """The largest over the calls."""
+        return max((call.headroom for call in self.calls if call.headroom is not None), default=None)
+
+    @cached_property
+    def bit_equal(self) -> float | None:
+        """The mean over the judged parts of the share of elements that equal the nominal answer."""
+        shares = [item.bit_equal for call in self.calls for item in call.parts if item.bit_equal is not None]
+        return math.fsum(shares) / len(shares) if shares else None
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time in the backend: a call's parts share one time, so the largest of them counts."""
+        return math.fsum(max(item.seconds for item in call.parts) for call in self.calls)
+
+    @cached_property
+    def worst(self) -> Call | None:
+        """The first unexplained failure, else the first known one, else the largest headroom, else a judged call."""
+        for status in (FAIL, KNOWN):
+            for call in self.calls:
+                if call.status == status:
+                    return call
+        judged = [call for call in self.calls if call.status in (PASS, REFUSED)]
+        return max(judged, key=lambda call: -1.0 if call.headroom is None else call.headroom, default=None)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A ledger entry with the calls that it explains. Texts are clean; empty where the run does not say."""
+
+    id: str
+    backend: str
+    reason: str
+    issue: str
+    witness: str
+    witness_verdict: str
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run, summarised. groups: failing ones first, then known failures, then the rest; `judged` ones only.
+
+    unclaimed: all groups with unsupported calls, judged or not. problems: one line each, each turns the run red.
+    """
+
+    run: Mapping[str, Any]
+    records: Sequence[Record]
+    groups: tuple[Group, ...]
+    unclaimed: tuple[Group, ...]
+    known: tuple[Known, ...]
+    problems: tuple[str, ...]
+    not_run: tuple[tuple[str, str], ...]
+    counts: Counter[str]
+    failing: Counter[str]
+    cases: int
+    planned: int | None
+    complete: bool
+    models: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def executed(self) -> int:
+        """Calls that were made."""
+        return sum(self.counts[status] for status in STATUSES if status != UNSUPPORTED)
+
+    @property
+    def outcome(self) -> str:
+        """``failed``, ``empty``, ``incomplete`` or ``conformant``: the first that applies."""
+        if self.counts[FAIL] or self.problems:
+            return "failed"
+        if not self.executed:
+            return "empty"
+        if self.run.get("exit_code") not in (None, 0):
+            return "failed"
+        return "conformant" if self.complete else "incomplete"
+
+    @property
+    def failures(self) -> list[tuple[Group, list[Call]]]:
+        """The groups with unexplained failures, with these."""
+        pairs = [(group, [call for call in group.calls if call.status == FAIL]) for group in self.groups]
+        return [pair for pair in pairs if pair[1]]
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """As the repro line repeats them."""
+        return tuple(text.strings(self.run.get("plugins")))
+
+    def totals(self) -> dict[str, Any]:
+        """Plain data for run.json: outcome, cases, calls, records, a count for each status and failing verdict."""
+        return {
+            "outcome": self.outcome,
+            "cases": self.cases,
+            "calls": sum(self.counts.values()),
+            "records": len(self.records),
+            "status": {status: self.counts[status] for status in STATUSES},
+            "unexplained": {verdict: self.failing[verdict] for verdict in FAILING if self.failing[verdict]},
+            "known": {entry.id: len(entry.calls) for entry in self.known},
+        }
+
+
+def summarise(records: Iterable[Record], run: Mapping[str, Any]) -> Summary:
+    """The summary of a run. Keys that the run lacks are left out of what is said."""
+    ordered = order(records)
+    entries = _mappings(run.get("backends"))
+    every = [_group(calls, entries) for calls in _calls(ordered)]
+    calls = [call for group in every for call in group.calls]
+    judged = sorted((group for group in every if group.judged), key=lambda group: STATUSES.index(group.status))
+    plan = run.get("plan")
+    planned = plan.get("cases") if isinstance(plan, Mapping) else None
+    known = _known(calls, _mappings(run.get("ledger")))
+    return Summary(
+        run=run,
+        records=ordered,
+        groups=tuple(judged),
+        unclaimed=tuple(group for group in every if group.counts[UNSUPPORTED]),
+        known=known,
+        problems=_problems(run, known),
+        not_run=tuple(_not_run(_mappings(run.get("not_run")))),
+        counts=Counter(call.status for call in calls),
+        failing=Counter(call.lead.verdict for call in calls if call.status == FAIL),
+        cases=len({call.lead.case for call in calls if call.status != UNSUPPORTED}),
+        planned=planned if isinstance(planned, int) else None,
+        complete=bool(run.get("complete", True)),
+        models={text.line(entry.get("device")): text.line(entry.get("device_name")) for entry in entries},
+    )
+
+
+def headline(records: Iterable[Record], run: Mapping[str, Any]) -> list[str]:
+    """The first lines of plain text: the outcome, what ran where, what is known to fail and why, what did not run."""
+    return lines(summarise(records, run))
+
+
+def lines(summary: Summary) -> list[str]:
+    """`headline` of a summary that is there already."""
+    said = [verdict_line(summary)]
+    if not summary.complete:
+        planned = f" of {text.plural(summary.planned, 'planned case')}" if summary.planned is not None else ""
+        said.append(
+            f"The run stopped before its end: it reached {text.plural(summary.cases, 'case')}{planned}; "
+            "nothing is said of the others."
+        )
+    said += [f"Problem: {problem}" for problem in summary.problems]
+    tally = [f"{text.count(summary.counts[PASS])} passed"]
+    tally += [f"{text.count(summary.counts[REFUSED])} refused cleanly"] * bool(summary.counts[REFUSED])
+    tally += [f"{text.count(summary.counts[KNOWN])} failed as known"] * bool(summary.counts[KNOWN])
+    tally += [f"{text.count(summary.counts[FAIL])} failed unexplained"] * bool(summary.counts[FAIL])
+    said.append(
+        f"Ran {text.plural(summary.cases, 'case')} in {text.plural(summary.executed, 'call')}: {', '.join(tally)}."
+    )
+    if summary.counts[UNSUPPORTED]:
+        said[-1] += f" {text.plural(summary.counts[UNSUPPORTED], 'call was', 'calls were')} not made: not claimed."
+    backends = ran_on(summary)
+    if backends:
+        said.append(f"On {'; '.join(backends)}.")
+    for entry in summary.known:
+        said.append(known_line(entry))
+    for name, reason in summary.not_run:
+        said.append(f"Did not run: {name}: {reason}")
+    return said
+
+
+def verdict_line(summary: Summary) -> str:
+    """The outcome in a line."""
+    failures, problems = summary.counts[FAIL], len(summary.problems)
+    if summary.outcome == "empty":
+        return "NOTHING RAN: no case was executed"
+    if summary.outcome == "incomplete":
+        return "INCOMPLETE: no unexplained failure so far"
+    if summary.outcome == "conformant":
+        return f"CONFORMANT: no unexplained failure in {text.plural(summary.executed, 'call')}"
+    said = [f"{text.plural(failures, 'unexplained failure')} ({text.counts(summary.failing)})"] * bool(failures)
+    said += [text.plural(problems, "problem")] * bool(problems)
+    return f"NOT CONFORMANT: {' and '.join(said) or 'exit code ' + text.line(summary.run.get('exit_code'))}"
+
+
+def known_line(entry: Known) -> str:
+    """A known failure in a line: ledger id, how often, why, where it is reported."""
+    issue = f" ({entry.issue})" if entry.issue else ""
+    reason = entry.reason or "no reason recorded"
+    return f"Known to fail: {entry.id}: {text.plural(len(entry.calls), 'call')} of {entry.backend}: {reason}{issue}"
+
+
+def ran_on(summary: Summary) -> list[str]:
+    """The backends that ran, each with its version and devices."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for group in sorted(summary.groups, key=lambda group: (group.backend, group.version, group.device)):
+        shown = text.device(text.line(group.device), text.line(group.sm), summary.models.get(group.device, ""))
+        found.setdefault((text.line(group.backend), text.line(group.version)), {})[shown] = None
+    return [f"{name} {version}".strip() + f" on {', '.join(devices)}" for (name, version), devices in found.items()]
+
+
+def _calls(ordered: Sequence[Record]) -> list[list[Call]]:
+    def place(item: Record) -> tuple[str, ...]:
+        return (item.operation, item.variant, item.backend, item.version, item.device)
+
+    return [
+        [Call(tuple(parts)) for _, parts in groupby(found, key=lambda item: (item.case, item.options))]
+        for _, found in groupby(ordered, key=place)
+    ]
+
+
+def _group(calls: Sequence[Call], entries: Sequence[Mapping[str, Any]]) -> Group:
+    first = calls[0].parts[0]
+    listed = [
+        claim
+        for entry in entries
+        if entry.get("backend") == first.backend and entry.get("device") in (first.device, None)
+        for claim in _mappings(entry.get("claims"))
+        if (claim.get("operation"), claim.get("variant")) == (first.operation, first.variant)
+    ]
+    recipes = {text.line(item.recipe) for call in calls if call.status != UNSUPPORTED for item in call.parts}
+    return Group(
+        operation=text.line(first.operation),
+        variant=text.line(first.variant),
+        backend=first.backend,
+        version=first.version,
+        device=first.device,
+        sm=first.sm,
+        calls=tuple(calls),
+        claims=_distinct(claim.get("claim") for claim in listed),
+        recipes=tuple(sorted(recipes - {""})) or _distinct(claim.get("recipe") for claim in listed),
+        sources=_distinct(claim.get("source") for claim in listed),
+    )
+
+
+def _distinct(values: Iterable[object]) -> tuple[str, ...]:
+    return tuple(sorted({text.line(value) for value in values} - {""}))
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
+
+
+def _known(calls: Sequence[Call], ledger: Sequence[Mapping[str, Any]]) -> tuple[Known, ...]:
+    matched: dict[str, list[Call]] = {}
+    for call in calls:
+        if call.status == KNOWN:
+            matched.setdefault(call.lead.ledger_id, []).append(call)
+    entries: dict[str, Mapping[str, Any]] = {str(entry.get("id")): entry for entry in ledger}
+    found = []
+    for name in sorted(set(matched) | set(entries)):
+        entry, its = entries.get(name, {}), matched.get(name, [])
+        backends = _distinct(call.lead.backend for call in its)
+        found.append(
+            Known(
+                id=text.line(name),
+                backend=text.line(entry.get("backend")) or ", ".join(backends),
+                reason=text.line(entry.get("reason")),
+                issue=text.line(entry.get("issue")),
+                witness=text.line(entry.get("witness")),
+                witness_verdict=text.line(entry.get("witness_verdict")),
+                calls=tuple(its),
+            )
+        )
+    return tuple(found)
+
+
+def _problems(run: Mapping[str, Any], known: Sequence[Known]) -> tuple[str, ...]:
+    said = text.strings(run.get("problems"))
+    for entry in known:
+        if entry.witness_verdict == "pass" and not any(entry.id in problem for problem in said):
+            said.append(f"the witness of ledger entry {entry.id} passes: the entry is out of date")
+    return tuple(said)
+
+
+def _not_run(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    found = []
+    for entry in entries:
+        name = " on ".join(text.line(entry[key]) for key in ("backend", "device") if entry.get(key))
+        found.append((name or "something", text.line(entry.get("reason")) or "no reason recorded"))
+    return sorted(found)
