@@ -130,10 +130,15 @@ def _from_ue8m0(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
+def _over_largest(amax: Tensor) -> Tensor:
+    """amax / 448. By a tensor: on CUDA, torch divides by a Python number through its reciprocal."""
+    return amax / torch.full_like(amax, E4M3_MAX)
+
+
 def _power_of_two(amax: Tensor, policy: str) -> Tensor:
     """UE8M0 codes of the scales of E4M3 blocks. `torch.frexp` splits into a mantissa in [0.5, 1) and an exponent."""
     if policy == "ceil":
-        amax = amax / E4M3_MAX
+        amax = _over_largest(amax)
     mantissa, exponent = torch.frexp(amax)
     match policy:
         case "ceil":
@@ -162,7 +167,7 @@ def _quantize(case: Any, inputs: Mapping[str, Tensor]) -> Call:
         blocks = _to_blocks(x, block)
         amax = blocks.abs().amax(dim=(1, 3)).float()
         if scale == "fp32":
-            stored = scales = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+            stored = scales = _over_largest(amax.clamp(min=AMAX_FLOOR))
         else:
             stored = _power_of_two(amax, scale)
             scales = _from_ue8m0(stored)
