@@ -56,6 +56,7 @@ def render(summary: Summary) -> str:
         first=first.split(": ", 1)[-1],
         lines=[item for item in rest if not item.startswith(("Known to fail: ", "Did not run: ", "Problem: "))],
         tiles=tiles,
+        not_run=[name for name, _ in summary.not_run],
         unclaimed_calls=summary.counts[UNSUPPORTED],
         summary=summary,
         results=tables.results(summary),

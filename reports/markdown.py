@@ -112,12 +112,20 @@ def _failures(summary: Summary) -> list[str]:
     said = ["## Unexplained failures", ""]
     for block in blocks:
         rows = [
-            (row.verdict, code(row.part), _message(row), text.headroom(row.headroom), code(row.repro))
+            (
+                row.verdict,
+                code(row.part),
+                text.count(row.alike) if row.alike else "",
+                _message(row),
+                text.headroom(row.headroom),
+                code(row.repro),
+            )
             for row in block.rows
         ]
-        said += [f"### {plain(block.title)}", ""]
+        causes = f", {text.count(block.causes)} kinds" if block.causes > 1 else ""
+        said += [f"### {plain(block.title)}: {text.count(block.count)}{causes}", ""]
         if rows:
-            said += [*table(("verdict", "part", "message", "headroom", "to see it again"), rows, "lllr"), ""]
+            said += [*table(("verdict", "part", "alike", "message", "headroom", "to see it again"), rows, "llrlr"), ""]
         if block.hidden:
             said += [f"… and {text.count(block.hidden)} more that are not shown here; all are in results.csv.", ""]
     return said

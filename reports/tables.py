@@ -47,7 +47,8 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class FailureRow:
-    """One call that failed. others: the parts that fail beside the one shown."""
+    """One call that failed. others: the parts that fail beside the one shown. alike: how many calls of the block fail
+    with the same part, verdict and message but for numbers; 0 in rows after the first of these."""
 
     operation: str
     variant: str
@@ -60,15 +61,18 @@ class FailureRow:
     others: str
     index: str
     radii: str
-    case: str
     repro: str
+    alike: int
 
 
 @dataclass(frozen=True)
 class FailureBlock:
-    """The failures of one group, the first of them as rows. hidden: how many are left out."""
+    """The failures of one group, the first of each cause as rows, the commonest cause first, then the second of each,
+    and so on. count: of all; causes: how many kinds; hidden: how many are left out."""
 
     title: str
+    count: int
+    causes: int
     rows: tuple[FailureRow, ...]
     hidden: int
 
@@ -187,14 +191,26 @@ def failures(summary: Summary, per_group: int, most: int) -> list[FailureBlock]:
     each = max(1, min(per_group, most // max(1, len(found))))
     blocks = []
     for number, (group, calls) in enumerate(found):
-        shown = calls[: each if number < most else 0]
+        causes = _causes(calls)
         title = f"{group.operation} {group.variant} on {text.line(group.backend)}, {_device(group.device, group.sm)}"
-        rows = tuple(_failure(call, summary.plugins) for call in shown)
-        blocks.append(FailureBlock(title, rows, len(calls) - len(shown)))
+        # Round-robin over the causes, so that a rare one is not crowded out.
+        turns = [cause[turn] for turn in range(len(causes[0])) for cause in causes if turn < len(cause)]
+        sizes = {id(cause[0]): len(cause) for cause in causes}
+        shown = turns[: each if number < most else 0]
+        rows = tuple(_failure(call, sizes.get(id(call), 0), summary.plugins) for call in shown)
+        blocks.append(FailureBlock(title, len(calls), len(causes), rows, len(calls) - len(shown)))
     return blocks
 
 
-def _failure(call: Call, plugins: Sequence[str]) -> FailureRow:
+def _causes(calls: Sequence[Call]) -> list[list[Call]]:
+    """The calls by part, verdict and message but for its numbers, the commonest first."""
+    found: dict[tuple[str, str, str], list[Call]] = {}
+    for call in calls:
+        found.setdefault((call.lead.part, call.lead.verdict, text.alike(call.lead.message)), []).append(call)
+    return sorted(found.values(), key=lambda cause: -len(cause))
+
+
+def _failure(call: Call, alike: int, plugins: Sequence[str]) -> FailureRow:
     lead = call.lead
     others = [f"{text.line(item.part)} {item.verdict}" for item in call.parts if item.failing and item is not lead]
     radii = sorted(lead.stage_radii.items(), key=lambda item: (-item[1], item[0]))
@@ -210,8 +226,8 @@ def _failure(call: Call, plugins: Sequence[str]) -> FailureRow:
         others=", ".join(others),
         index=str(lead.worst_index) if lead.worst_index else "",
         radii=", ".join(f"{text.line(name)} {radius:.3g}" for name, radius in radii),
-        case=text.line(lead.case),
         repro=repro(lead, plugins),
+        alike=alike,
     )
 
 
@@ -252,10 +268,10 @@ def unclaimed(summary: Summary) -> list[UnclaimedRow]:
         reasons: Counter[str] = Counter()
         for group in groups:
             calls = [call for call in group.calls if call.status == UNSUPPORTED]
-            reasons.update(text.alike(call.lead.message) or "no reason recorded" for call in calls)
+            reasons.update(text.valueless(call.lead.message) or "no reason recorded" for call in calls)
         common = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
         said = [f"{reason} ({text.count(number)})" for reason, number in common[:3]]
-        said += [f"{text.count(len(common) - 3)} more reasons"] * (len(common) > 3)
+        said += [text.plural(len(common) - 3, "more reason")] * (len(common) > 3)
         variants = [f"{group.variant}{'' if not group.judged else ' (in part)'}" for group in groups]
         total = sum(group.counts[UNSUPPORTED] for group in groups)
         rows.append(UnclaimedRow(backend, device, operation, ", ".join(variants), total, "; ".join(said)))

@@ -18,7 +18,8 @@ _HOSTILE = re.compile(
 )
 _ISSUE = re.compile(r"([A-Za-z0-9][A-Za-z0-9-]*/[A-Za-z0-9._-]+)#([0-9]+)\Z")
 _URL = re.compile(r"https?://[^\s<>\"'`\\]+\Z")
-_VALUE = re.compile(r"(?<![\w.])[-+]?[0-9][0-9_,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?(?![\w.])")
+_NUMBER = re.compile(r"0x[0-9A-Fa-f]+|[0-9][0-9_,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
+_GIVEN = re.compile(r"\b([a-z_]+)=[^\s,;]+")
 
 
 def clean(value: object) -> str:
@@ -109,8 +110,13 @@ def link(issue: object) -> str:
 
 
 def alike(message: str) -> str:
-    """A message with its numbers replaced by N, to count messages that differ in nothing else."""
-    return _VALUE.sub("N", line(message, 300))
+    """A message without its numbers, to count messages that differ in nothing else."""
+    return _NUMBER.sub("N", line(message, 300))
+
+
+def valueless(reason: str) -> str:
+    """A reason without the values that a case had: ``k=33 is no multiple of 128`` -> ``k=… is no multiple of 128``."""
+    return _GIVEN.sub(r"\1=…", line(reason, 300))
 
 
 def strings(value: Any) -> list[str]:
