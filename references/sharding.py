@@ -18,6 +18,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from references.blocks import expand
+
 Cut = tuple[range, ...]
 """Ranges of rows or columns (elements, step 1) that one rank holds, in the order in which it stores them."""
 
@@ -38,6 +40,8 @@ class Shard:
 
     def element_scales(self) -> Tensor:
         """The scale of each element, ``[m, k]``."""
+        if 0 in self.shape:  # a rank beyond the last row or column
+            return self.scales.new_empty(self.shape)
         return expand(self.scales, self.block, self.shape)
 
 
@@ -109,13 +113,6 @@ def shard(
     if cell < 1 or finest % cell:
         raise ValueError(f"block {cell} straddles a cut: it must divide {finest}")
     return [_cut(payload, scales, block, cut, dim, per_byte if dim == 1 else 1, cell, shape) for cut in cuts]
-
-
-def expand(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Block scales repeated over the elements of a ``shape`` = (rows, columns) matrix."""
-    rows = torch.arange(shape[0], device=scales.device) // block[0]
-    columns = torch.arange(shape[1], device=scales.device) // block[1]
-    return scales[rows][:, columns]
 
 
 def misplaced(candidate: Shard, expected: Shard) -> Tensor:

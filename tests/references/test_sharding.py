@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from references import sharding
+from references.blocks import expand
 from references.sharding import Shard, even_cuts, gated_cuts, misplaced, refined_block, shard
 
 
@@ -66,9 +66,7 @@ def test_258_columns_over_two_ranks_cannot_keep_blocks_of_128() -> None:
     payload, scales = whole(1, 258, (128, 128))
     parts = shard(payload, scales, block=(128, 128), cuts=even_cuts(258, 2), dim=1)
     assert [part.block for part in parts] == [(128, 1)] * 2
-    assert torch.equal(
-        torch.cat([part.element_scales() for part in parts], 1), sharding.expand(scales, (128, 128), (1, 258))
-    )
+    assert torch.equal(torch.cat([part.element_scales() for part in parts], 1), expand(scales, (128, 128), (1, 258)))
     with pytest.raises(ValueError, match="block 128 straddles a cut: it must divide 1"):
         shard(payload, scales, block=(128, 128), cuts=even_cuts(258, 2), dim=1, shard_block=128)
 
@@ -95,7 +93,7 @@ def test_concatenated_shards_are_the_whole(
     payload, scales = whole(*shape, block, seed)
     parts = shard(payload, scales, block=block, cuts=even_cuts(shape[dim], ranks), dim=dim)
     joined = torch.cat([values(part) for part in parts], dim)
-    assert torch.equal(joined, payload.double() * sharding.expand(scales, block, shape).double())
+    assert torch.equal(joined, payload.double() * expand(scales, block, shape).double())
     for part in parts:
         grid = tuple(-(-size // step) for size, step in zip(part.shape, part.block, strict=True))
         assert tuple(part.scales.shape) == grid
@@ -109,7 +107,7 @@ def test_gated_shards_hold_their_part_of_each_half(half: int, block: tuple[int, 
     parts = shard(payload, scales, block=block, cuts=gated_cuts(2 * half, ranks), dim=0)
     first = torch.cat([values(part)[: part.shape[0] // 2] for part in parts])
     second = torch.cat([values(part)[part.shape[0] // 2 :] for part in parts])
-    expected = payload.double() * sharding.expand(scales, block, (2 * half, 5)).double()
+    expected = payload.double() * expand(scales, block, (2 * half, 5)).double()
     assert torch.equal(torch.cat([first, second]), expected)
 
 
@@ -121,7 +119,7 @@ def test_partial_products_sum_to_the_uncut_product(
     """Row-parallel layer: integers below 2^53 throughout, so FP64 is exact in any order."""
     payload, scales = whole(*shape, block, seed)
     x = torch.randint(-64, 65, (3, shape[1]), generator=torch.Generator().manual_seed(seed)).double()
-    uncut = x @ (payload.double() * sharding.expand(scales, block, shape).double()).T
+    uncut = x @ (payload.double() * expand(scales, block, shape).double()).T
     cuts = even_cuts(shape[1], ranks)
     parts = shard(payload, scales, block=block, cuts=cuts, dim=1)
     partial = [x[:, cut[0].start : cut[0].stop] @ values(part).T for cut, part in zip(cuts, parts, strict=True)]
