@@ -124,10 +124,10 @@ def _extreme(site: Site) -> Bits:
         # The merged scale is the largest / 2^6, which has to be a code.
         low = np.array((6, 0, 1, 7, 2, 3, 5))[(site.row * 3 + site.col) % 7]
         high = site.spread((site.block_index + site.matrix.seed) % 2) == 1
-        return np.where(high, 254 - low, low).astype(np.uint32)
+        return np.asarray(np.where(high, 254 - low, low), dtype=np.uint32)
     kind = site.matrix.scale if site.matrix.nans or site.matrix.scale != "fp32" else "fp32_finite"
     table = np.array(tables[kind])
-    return table[(site.row * 3 + site.col + site.matrix.seed) % len(table)].astype(np.uint32)
+    return np.asarray(table[(site.row * 3 + site.col + site.matrix.seed) % len(table)], dtype=np.uint32)
 
 
 def _with_nans(site: Site) -> Bits:

@@ -1,0 +1,221 @@
+"""Plans: the list of cases of a run, drawn before anything runs, so that all backends see the same.
+
+For each group (operation, variant) a plan starts with cornerstones, which never change, and goes on with cases that
+Hypothesis draws from the plan's seed. Groups take turns, so every prefix of a plan looks at all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+
+from fuzz.case import Case, CaseError
+from fuzz.grammar import GRAMMAR, Choice, Size
+from fuzz.scale_profiles import SPECIAL
+from fuzz.strategies import Limits, cases, least, unit
+
+Group = tuple[str, str]
+
+MAX_ELEMENTS = 2**13
+"""Elements of a case in a plan, unless asked otherwise; a cornerstone that lists a whole set of values may take more."""
+
+_SETS = {"boundary": 1536, "special": len(SPECIAL), "pow2_edges": 254 * 7 * 3}
+"""``ue8m0`` profiles that enumerate: how many numbers hold all of them."""
+
+# Rows and columns as (blocks, more elements) for one case after another: several ragged blocks first.
+_ROOMY = (((2, 1), (2, 2)), ((0, 5), (5, -2)), ((1, 1), (3, 0)), ((0, 17), (4, 2)))
+_EDGES = (
+    ((0, 1), (0, 2)),
+    ((0, 1), (1, 0)),
+    ((1, 0), (1, 0)),
+    ((1, 0), (0, 2)),
+    ((1, -1), (1, -2)),
+    ((0, 3), (1, 2)),
+    ((0, 127), (0, 2)),
+    ((0, 1), (16, 2)),
+)
+
+
+def draw_plan(groups: Sequence[Group], per_group: int, seed: int, max_elements: int = MAX_ELEMENTS) -> list[Case]:
+    """Exactly ``per_group`` distinct cases for each group, the groups taking turns.
+
+    The same arguments and the same version of Hypothesis give the same plan, whatever else is loaded. Where per_group
+    is too small for a group's cornerstones, the first of them make the plan. Raises ValueError for a group that the
+    grammar does not have.
+    """
+    columns = []
+    for operation, variant in groups:
+        if variant not in GRAMMAR.get(operation, {}):
+            raise ValueError(f"no operation {operation} with variant {variant}")
+        chosen: dict[str, Case] = {}
+        fixed = cornerstones((operation, variant), max_elements)
+        for case in fixed[: max(len(_singles((operation, variant), max_elements)), per_group * 3 // 4)]:
+            chosen[case.text] = case
+        if len(chosen) < per_group:
+            _draw((operation, variant), per_group, seed, Limits(max_elements), chosen)
+        columns.append(list(chosen.values())[:per_group])
+    return [case for turn in zip(*columns, strict=True) for case in turn]
+
+
+def cornerstones(group: Group, max_elements: int = MAX_ELEMENTS) -> list[Case]:
+    """The fixed cases of a group, distinct.
+
+    First every word of every key, then the smallest and the odd shapes, then every profile with every other word.
+    """
+    distinct: dict[str, Case] = {}
+    for case in (*_singles(group, max_elements), *_shapes(group, max_elements), *_pairs(group, max_elements)):
+        distinct.setdefault(case.text, case)
+    return list(distinct.values())
+
+
+def pace(plan: Iterable[Case], share: float) -> list[Case]:
+    """The first ``share`` (0 to 1, rounded up to whole cases) of each group of a plan, in its order."""
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share={share} is not within 0..1")
+    plan = list(plan)
+    left = {group: math.ceil(share * count) for group, count in Counter(map(_group, plan)).items()}
+    kept = []
+    for case in plan:
+        if left[_group(case)] > 0:
+            left[_group(case)] -= 1
+            kept.append(case)
+    return kept
+
+
+def write_plan(path: Path, plan: Iterable[Case], comments: Iterable[str] = ()) -> None:
+    """Write a plan as text: comments with a leading ``# ``, then one case a line."""
+    lines = [f"# {comment}" for comment in comments] + [case.text for case in plan]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
+
+
+def read_plan(path: Path) -> list[Case]:
+    """Read a plan; blank lines and lines that start with ``#`` are left out.
+
+    Raises `CaseError` that names the file and the line; OSError where the file cannot be read.
+    """
+    plan = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            plan.append(Case.parse(line.removesuffix("\r")))
+        except CaseError as error:
+            raise CaseError(f"{path}:{number}: {error}") from None
+    return plan
+
+
+def _group(case: Case) -> Group:
+    return case.operation, case.variant
+
+
+def _draw(group: Group, per_group: int, plan_seed: int, limits: Limits, chosen: dict[str, Case]) -> None:
+    """Add drawn cases until there are enough; the body only records, so nothing ever shrinks or fails."""
+
+    def record(case: Case) -> None:
+        chosen.setdefault(case.text, case)
+
+    attempt = 0
+    while len(chosen) < per_group:
+        text = f"{plan_seed} {group[0]} {group[1]} {attempt}"
+        attempt += 1
+        once = settings(
+            max_examples=per_group - len(chosen) + 1,  # the first is the simplest case, the same in every attempt
+            derandomize=False,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+            backend="hypothesis",
+        )
+        derived = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        seed(derived)(once(given(cases(*group, limits=limits))(record)))()
+
+
+def _singles(group: Group, max_elements: int) -> list[Case]:
+    """Every word of every key at least once, on shapes with room."""
+    words = _words(group)
+    count = max(map(len, words.values()))
+    found = [
+        _case(group, index, {key: list_[index % len(list_)] for key, list_ in words.items()}, _ROOMY, max_elements)
+        for index in range(count)
+    ]
+    # A combination that the grammar refuses was replaced; whatever word went missing with it gets a case of its own.
+    for key, list_ in words.items():
+        for word in list_:
+            if all(case[key] != word for case in found):
+                found.append(_case(group, len(found), {key: word}, _ROOMY, max_elements))
+    return found
+
+
+def _shapes(group: Group, max_elements: int) -> Iterator[Case]:
+    words = _words(group)
+    for index in range(len(_EDGES)):
+        picked = {key: list_[(index + index // len(list_)) % len(list_)] for key, list_ in words.items()}
+        yield _case(group, index, picked, _EDGES, max_elements)
+
+
+def _pairs(group: Group, max_elements: int) -> Iterator[Case]:
+    words = _words(group)
+    profiles = words.pop("values")
+    steps = max((len(list_) for list_ in words.values()), default=1)
+    for index, (number, step) in enumerate(product(range(len(profiles)), range(steps))):
+        picked = {"values": profiles[number]}
+        for place, (key, list_) in enumerate(words.items(), start=1):
+            picked[key] = list_[(step + number * place) % len(list_)]
+        yield _case(group, index, picked, _ROOMY, max_elements)
+
+
+def _words(group: Group) -> dict[str, tuple[str, ...]]:
+    rule = GRAMMAR[group[0]][group[1]]
+    return {key: domain.values for key, domain in rule.keys.items() if isinstance(domain, Choice)}
+
+
+_Shapes = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+
+
+def _case(group: Group, index: int, picked: dict[str, str], shapes: _Shapes, max_elements: int) -> Case:
+    """A case with the words picked; others are changed where the grammar refuses the combination. The seed is the index."""
+    operation, variant = group
+    rule = GRAMMAR[operation][variant]
+    free = {key: list_ for key, list_ in _words(group).items() if key != "values"}
+    starts = {key: list_.index(picked[key]) if key in picked else index % len(list_) for key, list_ in free.items()}
+    profiles = _words(group)["values"]
+    values = picked.get("values", profiles[index % len(profiles)])
+    # Turn the words of the later keys first, each beginning with the one that was picked.
+    turned = [list_[starts[key] :] + list_[: starts[key]] for key, list_ in free.items()]
+    for combination in product(*turned):
+        given_ = {"values": values, **dict(zip(free, combination, strict=True))}
+        given_ |= _sizes(group, given_, shapes[index % len(shapes)], max_elements)
+        if rule.check(given_) is None:
+            return Case(operation, variant, tuple(sorted(given_.items())), index)
+    raise ValueError(f"no case of {operation} {variant} with values={values}")
+
+
+def _sizes(
+    group: Group, words: dict[str, str], shape: tuple[tuple[int, int], tuple[int, int]], room: int
+) -> dict[str, str]:
+    rule = GRAMMAR[group[0]][group[1]]
+    sizes = {key: domain for key, domain in rule.keys.items() if isinstance(domain, Size)}
+    if group[0] == "ue8m0":
+        blocks, more = shape[1]
+        return {"n": str(_SETS.get(words["values"], max(1, blocks * 64 + more)))}
+    found = {}
+    # Columns first: a cut that makes room falls on the rows.
+    for key, (blocks, more) in zip(sorted(sizes, key=_is_rows), reversed(shape), strict=True):
+        domain = sizes[key]
+        size = max(blocks * unit(group[0], key, words) + more, domain.least)
+        size = -(-min(size, max(1, room)) // domain.multiple) * domain.multiple
+        found[key] = str(max(size, least(domain)))
+        room //= int(found[key])
+    return found
+
+
+def _is_rows(key: str) -> bool:
+    return key in ("m", "n", "rows")

@@ -1,0 +1,147 @@
+"""Hypothesis strategies that draw cases from the grammar.
+
+Every draw has fewer than 100 outcomes and larger numbers are put together from digits. Hypothesis mixes the larger
+integer constants of whatever local modules happen to be loaded into wider ranges, so a seed would not fix the cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hypothesis import reject, settings
+from hypothesis import strategies as st
+
+from fuzz.case import MAX_SEED, Case
+from fuzz.grammar import GRAMMAR, Choice, Size
+
+_PRIMES = (5, 7, 13, 17, 31, 61, 97, 127, 251, 509, 1021, 2039)
+_DIGIT = st.integers(0, 63)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large a drawn case may be: elements of its matrix or vector, unless the grammar's least sizes are larger."""
+
+    max_elements: int = 2**13
+
+    def __post_init__(self) -> None:
+        if self.max_elements < 1:
+            raise ValueError(f"max_elements={self.max_elements} is not positive")
+
+
+def cases(
+    operation: str | None = None, variant: str | None = None, limits: Limits = Limits()
+) -> st.SearchStrategy[Case]:
+    """Valid cases of an operation and variant (any, where None), over every key.
+
+    They shrink towards the first words of the grammar, sizes of 1 and seed 0. Raises ValueError for a name that the
+    grammar does not have.
+    """
+    groups = [
+        (known, word)
+        for known, variants in GRAMMAR.items()
+        for word in variants
+        if operation in (None, known) and variant in (None, word)
+    ]
+    if not groups:
+        raise ValueError(f"no operation {operation or 'at all'} with variant {variant or 'at all'}")
+    return _cases(tuple(groups), limits)
+
+
+def register_profiles() -> None:
+    """Register the settings profiles ``ci`` (repeatable), ``dev`` and ``nightly`` (long) with Hypothesis."""
+    settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, database=None, print_blob=True)
+    settings.register_profile("dev", max_examples=100, deadline=None, derandomize=False)
+    settings.register_profile("nightly", max_examples=2000, deadline=None, derandomize=False, print_blob=True)
+
+
+@st.composite
+def _cases(draw: st.DrawFn, groups: tuple[tuple[str, str], ...], limits: Limits) -> Case:
+    operation, variant = groups[0] if len(groups) == 1 else draw(st.sampled_from(groups))
+    rule = GRAMMAR[operation][variant]
+    given: dict[str, str] = {}
+    for key, domain in rule.keys.items():
+        if isinstance(domain, Choice) and key != "values":
+            given[key] = domain.values[0] if len(domain.values) == 1 else draw(_word(domain.values))
+    sizes = {key: domain for key, domain in rule.keys.items() if isinstance(domain, Size)}
+    order = list(sizes)
+    if len(order) > 1 and draw(st.booleans()):
+        order.reverse()  # the first takes the room: tall or wide
+    room = limits.max_elements
+    for place, key in enumerate(order):
+        others = 1
+        for later in order[place + 1 :]:
+            others *= least(sizes[later])
+        size = draw(_size(sizes[key], unit(operation, key, given), max(1, room // others)))
+        given[key] = str(size)
+        room = max(1, room // size)
+    profiles = rule.keys.get("values")
+    if isinstance(profiles, Choice):
+        allowed = tuple(word for word in profiles.values if rule.check({**given, "values": word}) is None)
+        if not allowed:
+            reject()
+        given["values"] = draw(_word(allowed))
+    elif rule.check(given) is not None:
+        reject()
+    return Case(operation, variant, tuple(sorted(given.items())), draw(_seeds()))
+
+
+def unit(operation: str, key: str, given: dict[str, str]) -> int:
+    """The block size along a size key, around which sizes are interesting."""
+    if operation == "scale_layout":
+        return {"rows": 128, "cols": 4}.get(key, 4)
+    if operation == "requantize":
+        return 128
+    height, _, width = given.get("block", "").partition("x")
+    if not width:
+        return 64
+    return int(width) if key == "k" else int(height)
+
+
+def least(domain: Size) -> int:
+    """The smallest size of a domain."""
+    return -(-domain.least // domain.multiple) * domain.multiple
+
+
+@lru_cache(4096)
+def interesting_sizes(domain: Size, unit: int, room: int) -> tuple[int, ...]:
+    """Sizes that matter, ascending: the least, multiples of the block and their neighbours, powers of two, primes."""
+    sizes = {1, 2, 3, *_PRIMES, *(2**power for power in range(13))}
+    for blocks in (1, 2, 3, 4, 5, 8):
+        sizes |= {blocks * unit - 1, blocks * unit, blocks * unit + 1}
+    if domain.multiple > 1:
+        sizes |= {size * domain.multiple for size in sizes}
+    most = min(room, domain.most)
+    fitting = {size for size in sizes if domain.least <= size <= most and size % domain.multiple == 0}
+    return tuple(sorted(fitting | {least(domain)}))[:99]
+
+
+@lru_cache(4096)
+def _word(words: tuple[str, ...]) -> st.SearchStrategy[str]:
+    return st.sampled_from(words)
+
+
+@lru_cache(4096)
+def _size(domain: Size, unit: int, room: int) -> st.SearchStrategy[int]:
+    first, most = least(domain), max(least(domain), min(room, domain.most))
+    count = (most - first) // domain.multiple + 1
+    anywhere = st.tuples(_DIGIT, _DIGIT).map(
+        lambda digits: first + (digits[0] * 64 + digits[1]) * count // 4096 * domain.multiple
+    )
+    matters = st.sampled_from(interesting_sizes(domain, unit, room))
+    return st.one_of(matters, matters, matters, anywhere) if count > 2 else matters
+
+
+@lru_cache(1)
+def _seeds() -> st.SearchStrategy[int]:
+    """Seeds 0 .. 64^5 - 1, below 2^32; small ones come often enough through the leading digits."""
+    assert 64**5 <= MAX_SEED
+    return st.tuples(*[_DIGIT] * 5).map(_number)
+
+
+def _number(digits: tuple[int, ...]) -> int:
+    number = 0
+    for digit in digits:
+        number = number * 64 + digit
+    return number
