@@ -138,7 +138,7 @@ def _shape(case: str) -> tuple[tuple[str, str], tuple[int, int]] | None:
 def _map(title: str, names: tuple[str, str], cells: dict[tuple[int, int], list[Call]]) -> Figure:
     rows = _range(row for row, _ in cells)
     columns = _range(column for _, column in cells)
-    wide, high, left, top = 34, 20, 42, 18
+    wide, high, left, top = 30, 20, 42, 18
     parts = [f'<text x="{left - 6}" y="11" text-anchor="end">{escape(names[0])} \\ {escape(names[1])}</text>']
     for index, column in enumerate(columns):
         parts.append(f'<text x="{left + index * wide + wide / 2:g}" y="11" text-anchor="middle">{_size(column)}</text>')
@@ -182,8 +182,8 @@ def _cell(calls: Sequence[Call], x: int, y: int, place: str) -> str:
         shade, label = "warn", f"{tally[KNOWN]}/{len(calls)}"
     else:
         shade = f"ok{min(4, math.floor(5 * min(worst or 0.0, 0.999)))}"
-    said = f'<text x="{x + 16.5:g}" y="{y + 13}" text-anchor="middle">{label}</text>' if label else ""
-    return f'<g class="{shade}"><title>{escape(told)}</title><rect x="{x}" y="{y}" width="33" height="19"/>{said}</g>'
+    said = f'<text x="{x + 14.5:g}" y="{y + 13}" text-anchor="middle">{label}</text>' if label else ""
+    return f'<g class="{shade}"><title>{escape(told)}</title><rect x="{x}" y="{y}" width="29" height="19"/>{said}</g>'
 
 
 def _range(values: Iterable[int]) -> list[int]:

@@ -6,7 +6,8 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,13 @@ def order(records: Iterable[Record]) -> list[Record]:
             natural[record.case] = key
         rank = (part_rank(record.part), record.part)
         first = (*record.case.split(" ", 2)[:2], record.backend, record.version, record.device)
-        keyed.append((first, key, record.case, record.options, rank, record.to_line(), record))
-    keyed.sort(key=lambda item: item[:-1])
-    return [item[-1] for item in keyed]
+        keyed.append(((first, key, record.case, record.options, rank), record))
+    keyed.sort(key=itemgetter(0))
+    ordered: list[Record] = []
+    for _, alike in groupby(keyed, key=itemgetter(0)):
+        found = [record for _, record in alike]
+        ordered += sorted(found, key=Record.to_line) if len(found) > 1 else found
+    return ordered
 
 
 def arrow(ordered: Sequence[Record]) -> pa.Table:

@@ -10,7 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from reports import figures, tables, text
 from reports.summary import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Summary, lines
 
-PER_GROUP, MOST = 20, 600
+CAUSES, ROWS, MOST = 10, 5, 200
+"""Kinds of failure that are shown of a group, calls of a kind, and kinds of all groups."""
 OUTCOMES = {
     "failed": ("bad", "Not conformant"),
     "empty": ("bad", "Nothing ran"),
@@ -54,14 +55,19 @@ def render(summary: Summary) -> str:
         tone=tone,
         outcome=outcome,
         first=first.split(": ", 1)[-1],
-        lines=[item for item in rest if not item.startswith(("Known to fail: ", "Did not run: ", "Problem: "))],
+        lines=[
+            item
+            for item in rest
+            if not item.startswith(("Known to fail: ", "Did not run: ", "Problem: ", "The run stopped"))
+        ],
+        stopped=next((item for item in rest if item.startswith("The run stopped")), ""),
         tiles=tiles,
         not_run=[name for name, _ in summary.not_run],
         unclaimed_calls=summary.counts[UNSUPPORTED],
         summary=summary,
         results=tables.results(summary),
         ranks=tables.RANK,
-        failures=tables.failures(summary, PER_GROUP, MOST),
+        failures=tables.failures(summary, causes=CAUSES, rows=ROWS, most=MOST),
         known=tables.known(summary),
         unclaimed=tables.unclaimed(summary),
         backends=tables.backends(summary),

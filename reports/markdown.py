@@ -10,15 +10,16 @@ from reports.summary import Summary, lines
 
 LIMIT = 900_000
 """Bytes; GitHub takes 1 MiB from a step and drops all of a summary that is longer."""
-PER_GROUP, MOST = 5, 150
+CAUSES, MOST = 5, 150
+"""Kinds of failure that are shown of a group, and of all groups."""
 MARKS = {"fail": "❌ fail", "known": "⚠️ known", "pass": "✅ pass", "refused": "◻️ refused"}
 OUTCOMES = {"failed": "❌", "empty": "❌", "incomplete": "⚠️", "conformant": "✅"}
-_SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~$@^-])")
+_SPECIAL = re.compile(r"[\\`*<>\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def plain(value: object, limit: int = 0) -> str:
     """Foreign text as Markdown that shows exactly it, fit for a table cell."""
-    return _SPECIAL.sub(r"\\\1", text.line(value, limit)).replace("&", "&amp;").replace("://", ":&#8203;//")
+    return _SPECIAL.sub(lambda match: f"\\{match[0]}", text.line(value, limit).replace("&", "&amp;"))
 
 
 def code(value: object) -> str:
@@ -102,38 +103,34 @@ def _results(summary: Summary) -> list[str]:
         )
         for row in rows
     ]
-    return ["## Results", "", *table(head, cells, "lllrrrrrrrr"), "", *(f"{note}  " for note in tables.NOTES), ""]
+    return ["## Results", "", *table(head, cells, "llllrrrrrrr"), "", *(f"{note}  " for note in tables.NOTES), ""]
 
 
 def _failures(summary: Summary) -> list[str]:
-    blocks = tables.failures(summary, PER_GROUP, MOST)
+    blocks = tables.failures(summary, causes=CAUSES, rows=1, most=MOST)
     if not blocks:
         return []
     said = ["## Unexplained failures", ""]
     for block in blocks:
-        rows = [
+        cells = [
             (
-                row.verdict,
-                code(row.part),
-                text.count(row.alike) if row.alike else "",
-                _message(row),
+                cause.verdict,
+                code(cause.part),
+                text.count(cause.count),
+                plain(cause.message, 400) + (f"; also {plain(row.others)}" if row.others else ""),
                 text.headroom(row.headroom),
                 code(row.repro),
             )
-            for row in block.rows
+            for cause in block.causes
+            for row in cause.rows
         ]
-        causes = f", {text.count(block.causes)} kinds" if block.causes > 1 else ""
-        said += [f"### {plain(block.title)}: {text.count(block.count)}{causes}", ""]
-        if rows:
-            said += [*table(("verdict", "part", "alike", "message", "headroom", "to see it again"), rows, "llrlr"), ""]
+        said += [f"### {plain(block.title)}: {text.count(block.count)}", ""]
+        if cells:
+            said += [*table(("verdict", "part", "calls", "message", "headroom", "the first"), cells, "llrlr"), ""]
         if block.hidden:
-            said += [f"… and {text.count(block.hidden)} more that are not shown here; all are in results.csv.", ""]
+            hidden = text.plural(block.hidden, "further kind of failure is", "further kinds of failure are")
+            said += [f"{hidden} not shown here; all failures are in results.csv.", ""]
     return said
-
-
-def _message(row: tables.FailureRow) -> str:
-    extra = [f"also {row.others}"] * bool(row.others)
-    return "; ".join([plain(row.message, 400) or "no message", *map(plain, extra)])
 
 
 def _known(summary: Summary) -> list[str]:

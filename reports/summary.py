@@ -141,6 +141,7 @@ class Summary:
     """A run, summarised. groups: failing ones first, then known failures, then the rest; `judged` ones only.
 
     unclaimed: all groups with unsupported calls, judged or not. problems: one line each, each turns the run red.
+    cases: distinct ones that were called. reached: those and the ones that nobody claims. planned: as the run says.
     """
 
     run: Mapping[str, Any]
@@ -153,6 +154,7 @@ class Summary:
     counts: Counter[str]
     failing: Counter[str]
     cases: int
+    reached: int
     planned: int | None
     complete: bool
     models: Mapping[str, str] = field(default_factory=dict)
@@ -218,6 +220,7 @@ def summarise(records: Iterable[Record], run: Mapping[str, Any]) -> Summary:
         counts=Counter(call.status for call in calls),
         failing=Counter(call.lead.verdict for call in calls if call.status == FAIL),
         cases=len({call.lead.case for call in calls if call.status != UNSUPPORTED}),
+        reached=len({call.parts[0].case for call in calls}),
         planned=planned if isinstance(planned, int) else None,
         complete=bool(run.get("complete", True)),
         models={text.line(entry.get("device")): text.line(entry.get("device_name")) for entry in entries},
@@ -233,11 +236,10 @@ def lines(summary: Summary) -> list[str]:
     """`headline` of a summary that is there already."""
     said = [verdict_line(summary)]
     if not summary.complete:
-        planned = f" of {text.plural(summary.planned, 'planned case')}" if summary.planned is not None else ""
-        said.append(
-            f"The run stopped before its end: it reached {text.plural(summary.cases, 'case')}{planned}; "
-            "nothing is said of the others."
-        )
+        planned = f"{text.count(summary.reached)} of " if summary.planned is not None else ""
+        total = summary.reached if summary.planned is None else summary.planned
+        of = text.plural(total, "planned case" if planned else "case")
+        said.append(f"The run stopped before its end: it reached {planned}{of}; nothing is said of the others.")
     said += [f"Problem: {problem}" for problem in summary.problems]
     tally = [f"{text.count(summary.counts[PASS])} passed"]
     tally += [f"{text.count(summary.counts[REFUSED])} refused cleanly"] * bool(summary.counts[REFUSED])

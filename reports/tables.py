@@ -47,34 +47,42 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class FailureRow:
-    """One call that failed. others: the parts that fail beside the one shown. alike: how many calls of the block fail
-    with the same part, verdict and message but for numbers; 0 in rows after the first of these."""
+    """One call that failed. others: the parts that fail beside the one that speaks for the call."""
 
-    operation: str
-    variant: str
-    backend: str
-    device: str
-    part: str
-    verdict: str
+    repro: str
     headroom: float | None
-    message: str
-    others: str
     index: str
     radii: str
-    repro: str
-    alike: int
+    others: str
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """Calls of a group that fail with the same part, verdict and message, numbers aside.
+
+    message: of the first of them. count: of all, of which ``rows`` are shown.
+    """
+
+    part: str
+    verdict: str
+    message: str
+    count: int
+    rows: tuple[FailureRow, ...]
 
 
 @dataclass(frozen=True)
 class FailureBlock:
-    """The failures of one group, the first of each cause as rows, the commonest cause first, then the second of each,
-    and so on. count: of all; causes: how many kinds; hidden: how many are left out."""
+    """The unexplained failures of one group. causes: those shown, the commonest first. hidden: causes not shown."""
 
     title: str
     count: int
-    causes: int
-    rows: tuple[FailureRow, ...]
+    causes: tuple[FailureCause, ...]
     hidden: int
+
+    @property
+    def unseen(self) -> int:
+        """How many calls have no row."""
+        return self.count - sum(len(cause.rows) for cause in self.causes)
 
 
 @dataclass(frozen=True)
@@ -185,49 +193,47 @@ def repro(record: Record, plugins: Sequence[str]) -> str:
     )
 
 
-def failures(summary: Summary, per_group: int, most: int) -> list[FailureBlock]:
-    """The unexplained failures by group: at most ``per_group`` rows of each, fewer where ``most`` rows would not do."""
+def failures(summary: Summary, *, causes: int, rows: int, most: int) -> list[FailureBlock]:
+    """The unexplained failures by group and cause.
+
+    causes: shown of each group, fewer where ``most`` in all would not do. rows: shown of each cause.
+    """
     found = summary.failures
-    each = max(1, min(per_group, most // max(1, len(found))))
+    each = max(1, min(causes, most // max(1, len(found))))
     blocks = []
     for number, (group, calls) in enumerate(found):
-        causes = _causes(calls)
+        kinds = _causes(calls)
+        shown = kinds[: each if number < most else 0]
         title = f"{group.operation} {group.variant} on {text.line(group.backend)}, {_device(group.device, group.sm)}"
-        # Round-robin over the causes, so that a rare one is not crowded out.
-        turns = [cause[turn] for turn in range(len(causes[0])) for cause in causes if turn < len(cause)]
-        sizes = {id(cause[0]): len(cause) for cause in causes}
-        shown = turns[: each if number < most else 0]
-        rows = tuple(_failure(call, sizes.get(id(call), 0), summary.plugins) for call in shown)
-        blocks.append(FailureBlock(title, len(calls), len(causes), rows, len(calls) - len(shown)))
+        told = tuple(_cause(kind, rows, summary.plugins) for kind in shown)
+        blocks.append(FailureBlock(title, len(calls), told, len(kinds) - len(shown)))
     return blocks
 
 
 def _causes(calls: Sequence[Call]) -> list[list[Call]]:
-    """The calls by part, verdict and message but for its numbers, the commonest first."""
     found: dict[tuple[str, str, str], list[Call]] = {}
     for call in calls:
         found.setdefault((call.lead.part, call.lead.verdict, text.alike(call.lead.message)), []).append(call)
     return sorted(found.values(), key=lambda cause: -len(cause))
 
 
-def _failure(call: Call, alike: int, plugins: Sequence[str]) -> FailureRow:
+def _cause(calls: Sequence[Call], rows: int, plugins: Sequence[str]) -> FailureCause:
+    lead = calls[0].lead
+    message = text.line(lead.message, MESSAGE) or "no message"
+    shown = tuple(_failure(call, plugins) for call in calls[:rows])
+    return FailureCause(text.line(lead.part), lead.verdict, message, len(calls), shown)
+
+
+def _failure(call: Call, plugins: Sequence[str]) -> FailureRow:
     lead = call.lead
     others = [f"{text.line(item.part)} {item.verdict}" for item in call.parts if item.failing and item is not lead]
     radii = sorted(lead.stage_radii.items(), key=lambda item: (-item[1], item[0]))
     return FailureRow(
-        operation=text.line(lead.operation),
-        variant=text.line(lead.variant),
-        backend=text.line(lead.backend),
-        device=_device(lead.device, lead.sm),
-        part=text.line(lead.part),
-        verdict=lead.verdict,
+        repro=repro(lead, plugins),
         headroom=lead.headroom,
-        message=text.line(lead.message, MESSAGE),
-        others=", ".join(others),
         index=str(lead.worst_index) if lead.worst_index else "",
         radii=", ".join(f"{text.line(name)} {radius:.3g}" for name, radius in radii),
-        repro=repro(lead, plugins),
-        alike=alike,
+        others=", ".join(others),
     )
 
 
