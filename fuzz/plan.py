@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis import strategies as st
 
 from fuzz.case import Case, CaseError
 from fuzz.grammar import GRAMMAR, Choice, Size
@@ -22,8 +23,10 @@ from fuzz.strategies import Limits, cases, least, unit
 
 Group = tuple[str, str]
 
+_BATCH = 32
+
 MAX_ELEMENTS = 2**13
-"""Elements of a case in a plan, unless asked otherwise; a cornerstone that lists a whole set of values may take more."""
+"""Elements of a case in a plan, unless asked otherwise; a cornerstone that lists a set of values may take more."""
 
 _SETS = {"boundary": 1536, "special": len(SPECIAL), "pow2_edges": 254 * 7 * 3}
 """``ue8m0`` profiles that enumerate: how many numbers hold all of them."""
@@ -115,17 +118,24 @@ def _group(case: Case) -> Group:
 
 
 def _draw(group: Group, per_group: int, plan_seed: int, limits: Limits, chosen: dict[str, Case]) -> None:
-    """Add drawn cases until there are enough; the body only records, so nothing ever shrinks or fails."""
+    """Add drawn cases until there are enough; the body only records, so nothing ever shrinks or fails.
 
-    def record(case: Case) -> None:
-        chosen.setdefault(case.text, case)
+    Cases are drawn by the batch: an example costs Hypothesis more than a case does, and its first, simplest example and
+    the copies that it likes to try then thin out a batch instead of the plan.
+    """
 
+    def record(batch: list[Case]) -> None:
+        for case in batch:
+            if len(chosen) < per_group:
+                chosen.setdefault(case.text, case)
+
+    batches = st.lists(cases(*group, limits=limits), min_size=_BATCH, max_size=_BATCH)
     attempt = 0
     while len(chosen) < per_group:
         text = f"{plan_seed} {group[0]} {group[1]} {attempt}"
         attempt += 1
         once = settings(
-            max_examples=per_group - len(chosen) + 1,  # the first is the simplest case, the same in every attempt
+            max_examples=2 + (per_group - len(chosen)) // _BATCH,
             derandomize=False,
             deadline=None,
             database=None,
@@ -135,7 +145,7 @@ def _draw(group: Group, per_group: int, plan_seed: int, limits: Limits, chosen: 
             backend="hypothesis",
         )
         derived = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        seed(derived)(once(given(cases(*group, limits=limits))(record)))()
+        seed(derived)(once(given(batches)(record)))()
 
 
 def _singles(group: Group, max_elements: int) -> list[Case]:
@@ -181,7 +191,7 @@ _Shapes = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
 
 def _case(group: Group, index: int, picked: dict[str, str], shapes: _Shapes, max_elements: int) -> Case:
-    """A case with the words picked; others are changed where the grammar refuses the combination. The seed is the index."""
+    """A case with the words picked and the index for its seed; words change where the grammar refuses them."""
     operation, variant = group
     rule = GRAMMAR[operation][variant]
     free = {key: list_ for key, list_ in _words(group).items() if key != "values"}

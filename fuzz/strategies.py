@@ -6,17 +6,19 @@ integer constants of whatever local modules happen to be loaded into wider range
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hypothesis import reject, settings
 from hypothesis import strategies as st
 
-from fuzz.case import MAX_SEED, Case
+from fuzz.case import Case
 from fuzz.grammar import GRAMMAR, Choice, Size
 
 _PRIMES = (5, 7, 13, 17, 31, 61, 97, 127, 251, 509, 1021, 2039)
 _DIGIT = st.integers(0, 63)
+_ASPECT = st.integers(0, 3)
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,18 @@ def _cases(draw: st.DrawFn, groups: tuple[tuple[str, str], ...], limits: Limits)
             given[key] = domain.values[0] if len(domain.values) == 1 else draw(_word(domain.values))
     sizes = {key: domain for key, domain in rule.keys.items() if isinstance(domain, Size)}
     order = list(sizes)
-    if len(order) > 1 and draw(st.booleans()):
-        order.reverse()  # the first takes the room: tall or wide
+    aspect = draw(_ASPECT) if len(order) > 1 else 3
+    if aspect % 2:
+        order.reverse()
     room = limits.max_elements
     for place, key in enumerate(order):
         others = 1
         for later in order[place + 1 :]:
             others *= least(sizes[later])
-        size = draw(_size(sizes[key], unit(operation, key, given), max(1, room // others)))
+        block, most = unit(operation, key, given), max(1, room // others)
+        if aspect < 2 and place == 0:  # balanced; otherwise the first takes the room: tall or wide
+            most = min(most, max(2 * block + 1, math.isqrt(room)))
+        size = draw(_size(sizes[key], block, most))
         given[key] = str(size)
         room = max(1, room // size)
     profiles = rule.keys.get("values")
@@ -135,13 +141,6 @@ def _size(domain: Size, unit: int, room: int) -> st.SearchStrategy[int]:
 
 @lru_cache(1)
 def _seeds() -> st.SearchStrategy[int]:
-    """Seeds 0 .. 64^5 - 1, below 2^32; small ones come often enough through the leading digits."""
-    assert 64**5 <= MAX_SEED
-    return st.tuples(*[_DIGIT] * 5).map(_number)
-
-
-def _number(digits: tuple[int, ...]) -> int:
-    number = 0
-    for digit in digits:
-        number = number * 64 + digit
-    return number
+    """Seeds 0 .. 96^3 - 1: enough to tell cases apart."""
+    digit = st.integers(0, 95)
+    return st.tuples(digit, digit, digit).map(lambda digits: (digits[0] * 96 + digits[1]) * 96 + digits[2])
