@@ -86,6 +86,10 @@ class Recipe:
         ]
         return " ".join(sorted(words)) or "default"
 
+    def only(self, choices: frozenset[str]) -> Recipe:
+        """The same recipe with every field outside ``choices`` at its default."""
+        return Recipe(source=self.source, **{name: getattr(self, name) for name in choices})
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, one key a field."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
