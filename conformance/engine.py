@@ -23,9 +23,11 @@ from conformance import verdicts
 from conformance.journal import Journal, Key
 from conformance.ledger import Ledger
 from conformance.messages import CallReply, Claimed, Description, JudgeReply, Wire
+from conformance.process import WorkerFailed
 from conformance.progress import Progress
 from conformance.verdicts import Replies, Subject
 from fuzz.case import Case
+from fuzz.plan import pace
 from references.backend import Claim
 from reports.record import Record
 
@@ -47,7 +49,7 @@ class BackendWorker(Protocol):
 class OracleWorker(Protocol):
     """The part of ``process.Worker`` that judges."""
 
-    def judge(self, case: str, recipe: Mapping[str, Any], wires: Sequence[Wire], deadline: float) -> JudgeReply:
+    def judge(self, case: str, recipe: Mapping[str, Any], outputs: Sequence[Wire], deadline: float) -> JudgeReply:
         """Judge the outputs of a call."""
 
     def close(self) -> None:
@@ -98,17 +100,8 @@ class Target:
 
         Of the claimed cases in each group (operation x variant) the first are kept, at least one.
         """
-        pace = self.description.pace
-        claimed = [case for case in plan if not isinstance(self.claimed(case), str)] if pace < 1 else []
-        quota = {
-            group: math.ceil(pace * count)
-            for group, count in Counter((case.operation, case.variant) for case in claimed).items()
-        }
-        left_out = set()
-        for case in claimed:
-            quota[case.operation, case.variant] -= 1
-            if quota[case.operation, case.variant] < 0:
-                left_out.add(case)
+        claimed = [case for case in plan if not isinstance(self.claimed(case), str)]
+        left_out = set(claimed).difference(pace(claimed, self.description.pace))
         cases = [*self.ledger.witnesses(), *(case for case in plan if case not in left_out)]
         return list(dict.fromkeys(cases))
 
@@ -244,6 +237,8 @@ class Engine:
         if self._failure is not None:
             if isinstance(self._failure, HarnessError):
                 raise self._failure
+            if isinstance(self._failure, WorkerFailed):
+                raise HarnessError(str(self._failure)) from self._failure
             raise HarnessError(f"the engine failed: {_one_line(self._failure)}") from self._failure
         left_out = {
             (target.description.backend, target.description.device): len(set(plan) - set(share))

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -21,11 +20,11 @@ from reports.files import replace_text
 from reports.record import Record, RecordError
 
 TOOL = "blockscale-conformance"
-RECORDS, RUN, LOGS, PLAN, LAUNCHED = "records.jsonl", "run.json", "logs", "plan.jsonl", "launched.jsonl"
+RECORDS, RUN, LOGS, PLAN, LAUNCHED = "records.jsonl", "run.json", "logs", "plan.txt", "launched.jsonl"
 DERIVED = ("results.parquet", "results.csv", "report.md", "report.html", "junit.xml")
-TRACEBACK = "traceback.txt"
-OWN = (RECORDS, RUN, LOGS, PLAN, LAUNCHED, TRACEBACK, *DERIVED)
+OWN = (RECORDS, RUN, LOGS, PLAN, LAUNCHED, *DERIVED)
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp\Z")  # see reports.files
+_LOG = re.compile(r".+-([0-9]+)-[0-9]+\.log\Z")  # see process.Worker.log
 
 Key = tuple[str, str, str, str]
 """What is complete or not: (case, backend, device, options)."""
@@ -86,21 +85,19 @@ def whole_cases(records: Sequence[Record]) -> list[Record]:
 
 
 class OutDirectory:
-    """A directory that belongs to one run while it lasts: made, checked, locked and, for a fresh run, emptied.
+    """A directory that belongs to one run while it lasts: made, checked and locked. `clear` starts the run.
 
     Raises `JournalError` if it cannot be written, holds files that no run wrote, or is in use.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._check_owned()
             probe = path / f".{RUN}.{os.getpid()}.tmp"
             probe.write_text("", encoding="utf-8")
-            for entry in path.iterdir():
-                if _left_over(entry.name):
-                    entry.unlink()
+            probe.unlink()
             self._lock = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise JournalError(f"--out {path}: {error.strerror or error}") from None
@@ -109,33 +106,35 @@ class OutDirectory:
         except OSError:
             os.close(self._lock)
             raise JournalError(f"--out {path}: another run is writing there") from None
-        # While the run lasts nothing may look like a finished report, nor the directory like nobody's.
-        if (path / RUN).exists():
-            write_run(path, {**read_run(path), "complete": False})
-        for name in OWN:
-            if name != RUN and not (resume and name in (RECORDS, PLAN, LOGS)):
-                _remove(path / name)
 
     def _check_owned(self) -> None:
         names = sorted(entry.name for entry in self.path.iterdir() if not _left_over(entry.name))
         foreign = [name for name in names if name not in OWN]
         if foreign:
             raise JournalError(f"--out {self.path}: holds {foreign[0]}, which no run wrote; choose another directory")
-        if names and RUN not in names:
+        if set(names) - {LOGS} and RUN not in names:
             raise JournalError(f"--out {self.path}: holds {names[0]} but no {RUN}; choose another directory")
-        if (self.path / RUN).exists():
+        if RUN in names:
             read_run(self.path)
+
+    def clear(self, run: Mapping[str, Any], *, resume: bool = False) -> None:
+        """Write run.json and remove what an earlier run left, so that nothing looks like a finished report.
+
+        run: the description of the new run, not complete. resume: keep the journal.
+        """
+        write_run(self.path, run)
+        kept = (RUN, LOGS, RECORDS, PLAN) if resume else (RUN, LOGS)
+        for entry in list(self.path.iterdir()):
+            if _left_over(entry.name) or entry.name in set(OWN) - set(kept):
+                entry.unlink()
+        for log in (self.path / LOGS).glob("*.log"):
+            match = _LOG.match(log.name)
+            if match and int(match[1]) != os.getpid():
+                log.unlink()
 
     def close(self) -> None:
         """Let another run have the directory."""
         os.close(self._lock)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _left_over(name: str) -> bool:

@@ -154,11 +154,10 @@ def _parts(subject: Subject, replies: Replies, judged: Sequence[JudgeReply], run
     differing = differing_parts(*replies[:2]) if len(replies) > 1 else {}
     moving = differing_parts(replies[0], replies[2]) if len(replies) > 2 else {}
     records = []
-    for index, part in enumerate(judged[0].parts):
-        name = part["part"]
-        answers = [reply.parts[index] for reply in judged]
-        number = next((i for i, answer in enumerate(answers) if answer["verdict"] != "pass"), 0)
-        worst = answers[number]
+    for name in dict.fromkeys(part["part"] for reply in judged for part in reply.parts):
+        # A malformed answer is judged by its shape alone, so that not every reply has every part.
+        answers = [(i, part) for i, reply in enumerate(judged) for part in reply.parts if part["part"] == name]
+        number, worst = next((answer for answer in answers if answer[1]["verdict"] != "pass"), answers[0])
         verdict, message = worst["verdict"], worst.get("message") or ""
         fields = {**shared, **_measures(worst)}
         if number:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def test_kept_records_come_first(tmp_path: Path) -> None:
     assert journal.read_records(tmp_path / "records.jsonl") == [RECORD, OTHER]
 
 
+RUN = {"tool": journal.TOOL, "complete": False}
+
+
 def finished(tmp_path: Path) -> Path:
     out = tmp_path / "a" / "out"
     OutDirectory(out).close()
@@ -72,26 +76,48 @@ def finished(tmp_path: Path) -> Path:
     (out / "records.jsonl").write_text("")
     (out / "report.md").write_text("old")
     (out / "logs").mkdir()
+    (out / "logs" / f"oracle-{os.getpid() + 1}-1.log").write_text("old")
+    (out / "logs" / f"oracle-{os.getpid()}-1.log").write_text("new")
+    (out / "logs" / "thesis.log").write_text("mine")
     return out
+
+
+def start(out: Path, *, resume: bool = False) -> None:
+    directory = OutDirectory(out)
+    directory.clear(RUN, resume=resume)
+    directory.close()
+
+
+def test_nothing_is_removed_before_the_run_starts(tmp_path: Path) -> None:
+    out = finished(tmp_path)
+    OutDirectory(out).close()
+    assert (out / "report.md").exists()
+    assert journal.read_run(out)["complete"] is True
 
 
 def test_a_fresh_run_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
     out = finished(tmp_path)
-    OutDirectory(out).close()
-    assert [item.name for item in out.iterdir()] == ["run.json"]
+    start(out)
+    assert sorted(item.name for item in out.iterdir()) == ["logs", "run.json"]
     assert journal.read_run(out)["complete"] is False
+
+
+def test_old_logs_go_and_those_of_this_process_stay(tmp_path: Path) -> None:
+    out = finished(tmp_path)
+    start(out)
+    assert sorted(item.name for item in (out / "logs").iterdir()) == [f"oracle-{os.getpid()}-1.log", "thesis.log"]
 
 
 def test_a_resumed_run_keeps_the_journal_but_no_report(tmp_path: Path) -> None:
     out = finished(tmp_path)
-    OutDirectory(out, resume=True).close()
+    start(out, resume=True)
     assert sorted(item.name for item in out.iterdir()) == ["logs", "records.jsonl", "run.json"]
 
 
 def test_left_over_temporary_files_are_removed(tmp_path: Path) -> None:
     out = finished(tmp_path)
     (out / ".report.md.123.tmp").write_text("half")
-    OutDirectory(out, resume=True).close()
+    start(out, resume=True)
     assert not (out / ".report.md.123.tmp").exists()
 
 
@@ -106,10 +132,10 @@ def test_foreign_files_are_refused_and_kept(tmp_path: Path, name: str) -> None:
 
 
 def test_a_folder_with_a_familiar_name_but_no_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    with pytest.raises(JournalError, match=r"holds logs but no run\.json"):
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(JournalError, match=r"holds report\.md but no run\.json"):
         OutDirectory(tmp_path)
-    assert (tmp_path / "logs").exists()
+    assert (tmp_path / "report.md").exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"tool": "other"}'])

@@ -137,6 +137,13 @@ def test_every_distinct_answer_must_be_admissible(run_to_run: bool) -> None:
     assert record.message.endswith("call 2 of the case: bad")
 
 
+def test_a_part_that_only_one_judgement_has_counts() -> None:
+    payload = JudgeReply(input_sha256="aa", parts=[{"part": "payload", "verdict": "wrong", "message": "missing"}])
+    replies = (ok(), ok(b"\1\2\3\5"), ok(b"\1\2\3\6"))
+    records = decide(SUBJECT, replies, [answer(), payload, answer()], run_to_run=False)
+    assert [(item.part, item.verdict) for item in records] == [("scales", "pass"), ("payload", "wrong")]
+
+
 def test_a_part_that_only_one_call_returned_differs_entirely() -> None:
     other = CallReply(status="ok", outputs=(wire(b"\1\2\3\4"), wire(b"\1", "payload")))
     assert differing_parts(ok(), other) == {"payload": 0.0}

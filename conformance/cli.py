@@ -1,0 +1,215 @@
+"""The command line: ``python -m conformance run | repro | backends | report``.
+
+Exit codes: 0 conformant; 1 non-conformant; 2 a usage error, nothing executed included; 3 the harness itself failed; 130
+interrupted by Ctrl-C or SIGTERM (files are written and marked incomplete). Every bad input is one line on stderr that
+starts with ``conformance: ``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from conformance import ledger as ledgers
+from conformance import units
+from conformance.discover import UsageError
+from conformance.engine import HarnessError, Limits
+from conformance.journal import RECORDS, JournalError, read_records, read_run
+from conformance.ledger import Ledger, LedgerError
+from conformance.runs import HARNESS, INTERRUPTED, USAGE, Settings
+from fuzz.case import CaseError
+
+PROGRAM = "python -m conformance"
+SEED = 20261130
+"""The seed of a plan unless another is given: the same on every machine and day."""
+MEMORY_LIMIT = "8GiB"
+DEADLINE = "30s"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Numerical conformance of block-scaled FP8/FP4 kernels and MoE routing.",
+)
+
+
+def _many(name: str, metavar: str, text: str) -> Any:
+    return typer.Option(name, metavar=metavar, help=f"{text} Repeatable.")
+
+
+Devices = Annotated[list[str] | None, _many("--device", "NAME", "Use this device only, such as cuda:1.")]
+Plugins = Annotated[list[str] | None, _many("--plugin", "FILE|MODULE", "Load further backends.")]
+Memory = Annotated[str, typer.Option("--memory-limit", metavar="SIZE", help="Resident memory of a worker.")]
+Deadline = Annotated[str, typer.Option(metavar="DURATION", help="Longest time for one call.")]
+LedgerFile = Annotated[Path, typer.Option("--ledger", metavar="FILE", help="Known failures.")]
+NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Take no failure as known.")]
+
+
+@app.command()
+def run(
+    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Run this backend only.")] = None,
+    operation: Annotated[list[str] | None, _many("--operation", "NAME", "Run this operation only.")] = None,
+    variant: Annotated[list[str] | None, _many("--format", "NAME", "Run this format, policy or layout only.")] = None,
+    device: Devices = None,
+    cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cases for each operation x variant.")] = None,
+    case: Annotated[list[str] | None, _many("--case", "TEXT", "Run this case.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Run the cases of a plan file.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
+    budget: Annotated[str | None, typer.Option(metavar="DURATION", help="Stop after this time, such as 60s.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers at a time; all CPUs if absent.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/conformance"),
+    plugin: Plugins = None,
+    ledger: LedgerFile = ledgers.DEFAULT,
+    no_ledger: NoLedger = False,
+    deadline: Deadline = DEADLINE,
+    memory_limit: Memory = MEMORY_LIMIT,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    order: Annotated[str, typer.Option(metavar="plan|reversed", help="Order of the cases.")] = "plan",
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first unexplained failure.")] = False,
+) -> int:
+    """Run every operation against every backend at hand and write the reports."""
+    from conformance import runs
+
+    if order not in ("plan", "reversed"):
+        raise UsageError(f"--order {order!r} is neither plan nor reversed")
+    if case and plan:
+        raise UsageError("--case and --plan exclude each other")
+    limits = Limits(
+        jobs=jobs or _cpus(),
+        deadline=_parsed("--deadline", units.seconds, deadline),
+        budget=None if budget is None else _parsed("--budget", units.seconds, budget),
+        fail_fast=fail_fast,
+    )
+    settings = Settings(
+        backends=tuple(backend or ()),
+        operations=tuple(operation or ()),
+        formats=tuple(variant or ()),
+        devices=tuple(device or ()),
+        cases=cases,
+        texts=tuple(case or ()),
+        plan=plan,
+        seed=seed,
+        out=out,
+        plugins=tuple(plugin or ()),
+        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        resume=resume,
+        reverse=order == "reversed",
+        limits=limits,
+        command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
+    )
+    return runs.run(settings, Ledger() if no_ledger else ledgers.load(ledger), Console())
+
+
+@app.command()
+def repro(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="The case's text, in quotes.")],
+    backend: Annotated[str, typer.Option(metavar="NAME", help="The backend to call.")],
+    device: Annotated[str, typer.Option(metavar="NAME", help="Such as cuda:0.")] = "cpu",
+    option: Annotated[list[str] | None, _many("--option", "KEY=VALUE", "A call option.")] = None,
+    plugin: Plugins = None,
+    times: Annotated[int, typer.Option(min=1, metavar="N", help="Repeat the case in one worker.")] = 1,
+    expect_sha256: Annotated[str, typer.Option(metavar="HASH", help="What the inputs must hash to.")] = "",
+    deadline: Deadline = DEADLINE,
+    memory_limit: Memory = MEMORY_LIMIT,
+) -> int:
+    """Show one case on one backend again, with the elements that differ."""
+    from conformance import repro as repros
+
+    request = repros.Request(
+        case=case,
+        backend=backend,
+        device=device,
+        options=repros.parse_options(option or ()),
+        plugins=tuple(plugin or ()),
+        times=times,
+        expected=expect_sha256,
+        deadline=_parsed("--deadline", units.seconds, deadline),
+        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+    )
+    return repros.repro(request, ledgers.load(ledgers.DEFAULT), Console())
+
+
+@app.command()
+def backends(
+    device: Devices = None,
+    plugin: Plugins = None,
+) -> int:
+    """List every backend with its version, device, claims and recipes, or why it does not run."""
+    from conformance import listing
+
+    listing.show(tuple(device or ()), tuple(plugin or ()), _cpus(), Console())
+    return 0
+
+
+@app.command()
+def report(directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a run.")]) -> int:
+    """Make every file of a run again from its records.jsonl."""
+    described = read_run(directory)
+    records = read_records(directory / RECORDS)
+    from reports.build import write_all
+    from reports.summary import headline
+
+    try:
+        paths = write_all(directory, records, described)
+    except OSError as error:
+        raise UsageError(f"{directory}: {error.strerror or error}") from None
+    console = Console()
+    for line in (*headline(records, described), *map(str, paths.values())):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _parsed(option: str, parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _say(message: str) -> None:
+    print(f"conformance: {' '.join(message.split())}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; nothing is raised."""
+    try:
+        return int(app(args=arguments, prog_name=PROGRAM, standalone_mode=False) or 0)
+    except (UsageError, CaseError, LedgerError, JournalError) as error:
+        _say(str(error))
+        return USAGE
+    except HarnessError as error:
+        _say(f"the harness failed: {error}")
+        return HARNESS
+    except (KeyboardInterrupt, typer.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it ends
+        return INTERRUPTED
+    except Exception as error:
+        # typer brings its own copy of click, so that its usage errors are known by what they can do.
+        message = getattr(error, "format_message", None)
+        if message is not None:
+            _say(str(message()) or f"no command; try {PROGRAM} --help")
+            return USAGE
+        _say(f"the harness failed: {type(error).__name__}: {error} (traceback in {_keep_traceback()})")
+        return HARNESS
+
+
+def _keep_traceback() -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="conformance-", suffix=".traceback.txt", delete=False) as file:
+        traceback.print_exc(file=file)
+        return file.name

@@ -1,0 +1,134 @@
+"""The plan of a run: which cases, and in which order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+
+from conformance.discover import UsageError
+from conformance.messages import Description
+from fuzz import plan as plans
+from fuzz.case import Case, CaseError
+from fuzz.grammar import GRAMMAR, Choice
+from references.backend import Claim
+
+DEFAULT_CASES = 64
+"""Cases drawn for each operation x variant."""
+LEAST = 200
+"""Claimed cases that each operation x backend gets at least, unless the number of cases is given."""
+
+Group = tuple[str, str]
+
+
+def groups(operations: Sequence[str], formats: Sequence[str]) -> list[Group]:
+    """The (operation, variant) pairs that are asked for; all of them if nothing is. Raises `UsageError`."""
+    every = [(operation, variant) for operation, variants in GRAMMAR.items() for variant in variants]
+    for word, wanted, known in (
+        ("operation", operations, list(GRAMMAR)),
+        ("format", formats, sorted({variant for _, variant in every})),
+    ):
+        for name in wanted:
+            if name not in known:
+                raise UsageError(f"unknown {word} {name!r}; known: {', '.join(known)}")
+    chosen = [
+        (operation, variant)
+        for operation, variant in every
+        if (not operations or operation in operations) and (not formats or variant in formats)
+    ]
+    if not chosen:
+        raise UsageError(f"no operation {', '.join(operations)} has a format {', '.join(formats)}")
+    return chosen
+
+
+def parse(texts: Iterable[str]) -> list[Case]:
+    """Cases from their texts. Raises `UsageError`."""
+    try:
+        return [Case.parse(text) for text in texts]
+    except CaseError as error:
+        raise UsageError(str(error)) from None
+
+
+def read(path: Path) -> list[Case]:
+    """A plan from a file. Raises `UsageError`."""
+    try:
+        return plans.read_plan(path)
+    except OSError as error:
+        raise UsageError(f"--plan {path}: {error.strerror}") from None
+    except CaseError as error:
+        raise UsageError(f"--plan {error}") from None
+
+
+def draw(chosen: Sequence[Group], descriptions: Sequence[Description], seed: int, cases: int | None) -> list[Case]:
+    """Draw a plan with every group in turn. cases: for each group; None for the default, topped up to `LEAST`."""
+    plan = plans.draw_plan(list(chosen), DEFAULT_CASES if cases is None else cases, seed)
+    if cases is None:
+        plan = [*plan, *_top_up(plan, chosen, descriptions)]
+    return interleaved(dict.fromkeys(plan))
+
+
+def interleaved(plan: Iterable[Case]) -> list[Case]:
+    """One case of each group in turn, so that a run that is cut short has seen them all."""
+    columns: dict[Group, list[Case]] = {}
+    for case in plan:
+        columns.setdefault((case.operation, case.variant), []).append(case)
+    return [case for case in chain.from_iterable(zip_longest(*columns.values())) if case is not None]
+
+
+def digest(plan: Iterable[Case]) -> str:
+    """SHA-256 over the texts of the cases, a newline after each."""
+    return hashlib.sha256("".join(f"{case.text}\n" for case in plan).encode()).hexdigest()
+
+
+def _top_up(plan: Sequence[Case], chosen: Sequence[Group], descriptions: Sequence[Description]) -> list[Case]:
+    """Cases for the backends that claim fewer than `LEAST` of an operation: cases of the plan, bent to their claims."""
+    added: dict[Case, None] = {}
+    for description in sorted(descriptions, key=lambda item: (item.backend, item.device)):
+        claims = [Claim.from_json(item.claim) for item in description.claims]
+        for operation in dict.fromkeys(operation for operation, _ in chosen):
+            mine = [claim for claim in claims if claim.operation == operation and (operation, claim.variant) in chosen]
+            pool = [case for case in (*plan, *added) if case.operation == operation]
+            lacking = LEAST - sum(any(claim.refusal(case) is None for claim in mine) for case in pool)
+            if mine and lacking > 0:
+                fresh = (case for case in _bent(pool, mine) if case not in added)
+                added |= dict.fromkeys(islice(fresh, lacking))
+    return list(added)
+
+
+def _bent(pool: Sequence[Case], claims: Sequence[Claim]) -> Iterator[Case]:
+    """Distinct cases that the claims cover, each claim in turn, as many as can be had."""
+    known = set(pool)
+    for turn in range(1, 1 + LEAST):
+        before = len(known)
+        for claim in claims:
+            for number, case in enumerate(item for item in pool if item.variant == claim.variant):
+                bent = bend(case, claim, number, turn)
+                if bent is not None and bent not in known:
+                    known.add(bent)
+                    yield bent
+        if len(known) == before:
+            return
+
+
+def bend(case: Case, claim: Claim, number: int, turn: int) -> Case | None:
+    """The case changed as little as the claim asks for, with another seed; None where that is no case.
+
+    number: picks among the values that the claim lists. turn: picks the seed.
+    """
+    domains: Mapping[str, object] = GRAMMAR[case.operation][case.variant].keys
+    changes: dict[str, str | int] = {}
+    for place, (key, values) in enumerate(sorted(claim.where.items())):
+        if case[key] not in values:
+            changes[key] = values[(number + place) % len(values)]
+    for key, domain in domains.items():
+        if isinstance(domain, Choice) or key in changes:
+            continue
+        multiple = claim.multiples.get(key, 1)
+        value = min(case.integer(key), claim.maxima.get(key, case.integer(key)))
+        changes[key] = max(multiple, value // multiple * multiple)
+    try:
+        bent = case.replace(seed=(case.seed + turn * 1_000_003) % 2**32, **changes)
+    except CaseError:
+        return None
+    return bent if claim.refusal(bent) is None else None

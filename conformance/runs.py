@@ -1,0 +1,348 @@
+"""One run from its settings to its exit code: targets, plan, engine, files, and what is said about it."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from conformance import journal, planning
+from conformance.discover import UsageError
+from conformance.engine import Engine, HarnessError, Limits, Oracles, RunResult, Target
+from conformance.journal import Journal, OutDirectory
+from conformance.ledger import Entry, Ledger
+from conformance.messages import Description
+from conformance.progress import progress_on
+from conformance.targets import Fleet, Survey
+from fuzz import plan as plans
+from fuzz.case import Case
+from reports.record import Record, repro_line
+
+OK, FAILED, USAGE, HARNESS, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit codes: conformant; non-conformant; usage error, nothing executed included; harness failure; Ctrl-C."""
+SHOWN_ALIKE = 3
+"""Unexplained failures of one part and verdict in a group that get a line of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line asks for; see ``conformance.cli`` for the meaning of each option."""
+
+    backends: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    cases: int | None = None
+    texts: tuple[str, ...] = ()
+    plan: Path | None = None
+    seed: int = 0
+    out: Path = Path("out/conformance")
+    plugins: tuple[str, ...] = ()
+    memory_limit: int | None = None
+    resume: bool = False
+    reverse: bool = False
+    limits: Limits = field(default_factory=Limits)
+    command: str = ""
+
+
+def run(settings: Settings, ledger: Ledger, console: Console) -> int:
+    """Run and return the exit code. Raises `UsageError`, `JournalError` or `HarnessError`."""
+    chosen = planning.groups(settings.operations, settings.formats)
+    given = [*planning.parse(settings.texts), *(planning.read(settings.plan) if settings.plan else [])]
+    given = [case for case in given if (case.operation, case.variant) in chosen]
+    if (settings.texts or settings.plan) and not given:
+        raise UsageError("no case of the plan is of the operations and formats asked for")
+    out = OutDirectory(settings.out)
+    fleet = Fleet(settings.plugins, settings.out / journal.LOGS, settings.memory_limit)
+    try:
+        survey = fleet.survey(settings.backends, settings.devices, settings.limits.jobs)
+        descriptions = [item.description for item in survey.found]
+        plan = list(dict.fromkeys(given)) or planning.draw(chosen, descriptions, settings.seed, settings.cases)
+        groups = list(dict.fromkeys((case.operation, case.variant) for case in plan))
+        targets = [
+            Target(description=item.description, start=item.start, ledger=ledger.narrowed(item.description, groups))
+            for item in survey.found
+        ]
+        _check_something_runs(plan, targets, survey)
+        return _Run(settings, plan, targets, survey, out, console).execute(lambda: fleet.worker(None))
+    finally:
+        fleet.close()
+        out.close()
+
+
+def _check_something_runs(plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> None:
+    reasons = []
+    for target in targets:
+        for case in (*target.ledger.witnesses(), *plan):
+            claimed = target.claimed(case)
+            if not isinstance(claimed, str):
+                return
+            reasons.append(f"{target.description.backend} on {target.description.device}: {claimed}")
+    reasons += [f"{item.backend}: {item.reason}" for item in survey.absent]
+    raise UsageError(f"no case to execute: {reasons[0] if reasons else 'there is no backend'}")
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: Settings,
+        plan: list[Case],
+        targets: list[Target],
+        survey: Survey,
+        out: OutDirectory,
+        console: Console,
+    ) -> None:
+        self._settings, self._plan, self._targets, self._survey = settings, plan, targets, survey
+        self._out, self._console = out, console
+        self._description = describe_run(settings, plan, targets, survey)
+
+    def execute(self, start_oracle: Any) -> int:
+        """See `run`."""
+        settings, out = self._settings, self._out.path
+        kept = self._kept() if settings.resume else []
+        self._out.clear(self._description, resume=settings.resume)
+        plans.write_plan(out / journal.PLAN, self._plan)
+        self._say_first()
+        book = Journal(out, kept)
+        oracles = Oracles(start_oracle, settings.limits.jobs, settings.limits.judge_deadline)
+        engine = Engine(
+            self._description["run"], self._targets, oracles, book, settings.limits, progress_on(self._console)
+        )
+        order = self._plan[::-1] if settings.reverse else self._plan
+        try:
+            with _terminable():
+                result = engine.run(order, frozenset(map(journal.key_of, kept)))
+        except HarnessError:
+            journal.write_run(out, {**self._description, "exit_code": HARNESS, "ended": _now()})
+            raise
+        finally:
+            oracles.close()
+            book.close()
+        return self._finish(book.records, result)
+
+    def _kept(self) -> list[Record]:
+        out = self._out.path
+        if not (out / journal.RUN).exists() or not (out / journal.RECORDS).exists():
+            raise UsageError(f"--resume: {out} holds no journal")
+        earlier = journal.read_run(out)
+        difference = difference_between(earlier, self._description)
+        if difference:
+            raise UsageError(f"--resume: the journal in {out} belongs to another run: {difference}")
+        records = journal.read_records(out / journal.RECORDS)
+        self._description = {**self._description, "run": earlier["run"], "started": earlier["started"]}
+        ledgers = {(item.description.backend, item.description.device): item.ledger for item in self._targets}
+        whole = records if earlier["complete"] else journal.whole_cases(records)
+        return [ledgers[record.backend, record.device].marked(replace(record, ledger_id="")) for record in whole]
+
+    def _say_first(self) -> None:
+        plan = self._description["plan"]
+        say = self._say
+        say(f"seed {self._settings.seed}, plan of {plan['cases']} cases (SHA-256 {plan['sha256'][:16]})")
+        for target in self._targets:
+            description, share = target.description, target.share(self._plan)
+            claimed = sum(not isinstance(target.claimed(case), str) for case in share)
+            say(f"{description.backend} {description.version} on {description.device}: {claimed} cases to run")
+        for entry in self._description["ledger"]:
+            issue = f" ({entry['issue']})" if entry["issue"] else ""
+            say(f"known to fail: {entry['id']}: {entry['backend']}: {entry['reason']}{issue}")
+        for item in self._survey.absent:
+            say(f"does not run: {item.backend}{' on ' * bool(item.device)}{item.device}: {item.reason}")
+
+    def _finish(self, records: list[Record], result: RunResult) -> int:
+        from reports.build import write_all
+        from reports.summary import headline
+
+        problems = self._problems(records, result)
+        executed = any(record.verdict != "unsupported" for record in records)
+        unexplained = any(record.failing and not record.ledger_id for record in records)
+        code = FAILED if problems or unexplained else OK if executed else USAGE
+        if result.stopped == "interrupted":
+            code = INTERRUPTED
+        self._description |= {
+            "complete": result.complete,
+            "stopped": result.stopped,
+            "pairs": {"planned": result.planned, "settled": result.settled},
+            "left_out": [{"backend": name, "device": on, "cases": n} for (name, on), n in result.left_out.items()],
+            "problems": problems,
+            "exit_code": code,
+            "ended": _now(),
+        }
+        for entry in self._description["ledger"]:
+            its = [item for item in records if (item.case, item.backend) == (entry["witness"], entry["backend"])]
+            entry["witness_verdict"] = next(
+                (item.verdict for item in its if item.failing), its[0].verdict if its else ""
+            )
+        paths = write_all(self._out.path, records, self._description)
+        for line in headline(records, self._description):
+            self._say(line)
+        if result.stopped:
+            self._say(f"stopped ({result.stopped}) after {result.settled} of {result.planned} (case, backend) pairs")
+        for line in failure_lines(records, self._settings.plugins):
+            self._say(line)
+        for path in [self._out.path / journal.RECORDS, *paths.values()]:
+            self._say(str(path))
+        if not executed:
+            raise UsageError("no case was executed")
+        return code
+
+    def _problems(self, records: Sequence[Record], result: RunResult) -> list[str]:
+        lines: list[str] = []
+        for target in self._targets:
+            description = target.description
+            mine = [
+                item for item in records if (item.backend, item.device) == (description.backend, description.device)
+            ]
+            reached = {item.case for item in mine}
+            entries = [entry for entry in target.ledger.entries if result.complete or entry.witness in reached]
+            lines += Ledger(tuple(entries)).problems(mine)
+        return list(dict.fromkeys(lines))
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def failure_lines(records: Iterable[Record], plugins: tuple[str, ...]) -> Iterator[str]:
+    """Each unexplained failure with its repro line; of those alike (see `SHOWN_ALIKE`) the first ones."""
+    alike: dict[tuple[str, ...], list[Record]] = {}
+    for record in sorted(records, key=lambda item: (item.backend, item.device, item.case, item.part)):
+        if record.failing and not record.ledger_id:
+            key = (record.backend, record.device, record.operation, record.variant, record.part, record.verdict)
+            alike.setdefault(key, []).append(record)
+    for group in alike.values():
+        for record in group[:SHOWN_ALIKE]:
+            yield f"{record.verdict}: {record.backend} on {record.device}: {record.part}: {record.message}"
+            line = repro_line(
+                record.case, record.backend, device=record.device, options=record.options, plugins=plugins
+            )
+            yield f"    {line}"
+        if len(group) > SHOWN_ALIKE:
+            yield f"    and {len(group) - SHOWN_ALIKE} more like these, listed in report.md"
+
+
+def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> dict[str, Any]:
+    """The contents of run.json before the run: not complete."""
+    entries: dict[str, Entry] = {entry.id: entry for target in targets for entry in target.ledger.entries}
+    descriptions = [target.description for target in targets]
+    libraries: dict[str, set[str]] = {}
+    for description in descriptions:
+        for name, number in description.libraries.items():
+            libraries.setdefault(name, set()).add(number)
+    return {
+        "tool": journal.TOOL,
+        "run": f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}",
+        "command": settings.command,
+        "seed": settings.seed,
+        "plan": {"cases": len(plan), "sha256": planning.digest(plan)},
+        "started": _now(),
+        "ended": "",
+        "complete": False,
+        "exit_code": None,
+        "problems": [],
+        "plugins": list(settings.plugins),
+        "jobs": settings.limits.jobs,
+        "deadline": settings.limits.deadline,
+        "budget": settings.limits.budget,
+        "version": _version("blockscale-conformance"),
+        "git_commit": git_commit(),
+        "hypothesis": _version("hypothesis"),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "devices": survey.devices,
+        "driver": ", ".join(sorted(libraries.pop("driver", set()))),
+        "libraries": {name: ", ".join(sorted(numbers)) for name, numbers in sorted(libraries.items())},
+        "backends": [_backend(description) for description in descriptions],
+        "not_run": [vars(item) for item in survey.absent],
+        "ledger": [{**entry.to_json(), "witness_verdict": ""} for entry in entries.values()],
+    }
+
+
+def _backend(description: Description) -> dict[str, Any]:
+    claims = [
+        {
+            "operation": item.claim["operation"],
+            "variant": item.claim["variant"],
+            "claim": item.claim_text,
+            "recipe": item.recipe_text,
+            "source": item.recipe.get("source") or item.claim["source"],
+        }
+        for item in description.claims
+    ]
+    return {**vars(description), "claims": claims}
+
+
+def difference_between(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What keeps a run from being resumed: another plan or another version of anything. None if nothing does."""
+    for key in ("plan", "version", "git_commit", "python"):
+        if earlier.get(key) != now[key]:
+            return f"its {key.replace('_', ' ')} is {_shown(earlier.get(key))}, not {_shown(now[key])}"
+    mine, theirs = ({(item["backend"], item["device"]): item for item in run["backends"]} for run in (now, earlier))
+    for name in sorted(set(mine) | set(theirs)):
+        one, other = mine.get(name), theirs.get(name)
+        if one is None or other is None:
+            return f"{name[0]} on {name[1]} is only in {'this run' if one else 'the journal'}"
+        for key in sorted(set(one) | set(other)):
+            if one.get(key) != other.get(key):
+                return f"{name[0]} on {name[1]}: its {key} was {_shown(other.get(key))}, not {_shown(one.get(key))}"
+    return None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping) and "sha256" in value:
+        return str(value["sha256"])[:16]
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def git_commit() -> str:
+    """The commit of this checkout, with ``+changes`` if the tree differs from it; empty outside of one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return ""
+    try:
+        words = ("git", "-C", str(root))
+        commit = subprocess.run([*words, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        status = subprocess.run(
+            [*words, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return commit.stdout.strip() + "+changes" * bool(status.stdout.strip())
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Treat SIGTERM, which a cancelled CI job gets, as Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)

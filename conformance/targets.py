@@ -1,0 +1,178 @@
+"""Targets: which backends there are, on which devices, and why the others do not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from conformance import discover
+from conformance.discover import BackendSource, UsageError
+from conformance.engine import HarnessError
+from conformance.messages import Description
+from conformance.process import Worker, WorkerFailed
+
+DESCRIBE_DEADLINE = 300.0
+"""Seconds for a source to be imported and described."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A backend on a device where it claims something. start: a worker of its source, a new one each time."""
+
+    description: Description
+    source: BackendSource
+    start: Callable[[], Worker]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """A backend, or a source of backends, that does not run on a device (on any, if empty), and why."""
+
+    backend: str
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What `Fleet.survey` finds. devices: those of this machine."""
+
+    found: list[Found]
+    absent: list[Absent]
+    devices: list[str]
+
+
+class Fleet:
+    """Starts the workers of a run and ends those that are left when it is closed.
+
+    plugins: files or modules. log_dir: of the workers. memory_limit: bytes for one worker.
+    """
+
+    def __init__(self, plugins: Sequence[str], log_dir: Path | None, memory_limit: int | None) -> None:
+        self._sources = discover.sources(plugins)
+        self._pythons = discover.environments()
+        self._log_dir, self._memory_limit = log_dir, memory_limit
+        self._workers: list[Worker] = []
+        self._mutex = Lock()
+
+    def worker(self, source: BackendSource | None, device: str = "cpu") -> Worker:
+        """A worker of a source, of the oracle if None."""
+        python = self._pythons.get(source.name) if source else None
+        worker = Worker(source, device, python=python, log_dir=self._log_dir, memory_limit=self._memory_limit)
+        with self._mutex:
+            self._workers.append(worker)
+        return worker
+
+    def survey(self, backends: Sequence[str], devices: Sequence[str], jobs: int) -> Survey:
+        """Describe the backends: those named, or all. Raises `UsageError` where a name or a plugin is no good.
+
+        devices: as named by the user, or none for the CPU and the first CUDA device. Sources that seem to hold the
+        backends named come first; the others are looked at only if something is missing.
+        """
+        here = self._devices()
+        for device in devices:
+            if device not in here:
+                raise UsageError(f"unknown device {device!r}; known: {', '.join(here)}")
+        chosen = list(devices) or here[:2]
+        likely = [source for source in self._sources if not backends or _may_hold(source, backends)]
+        found, absent = self._describe(likely, chosen, jobs)
+        if backends and set(backends) - _names(found, absent):
+            others = [source for source in self._sources if source not in likely]
+            more, reasons = self._describe(others, chosen, jobs)
+            found, absent = found + more, absent + reasons
+        _check_distinct(found)
+        wanted = set(backends) or _names(found, absent)
+        unknown = sorted(wanted - _names(found, absent))
+        if unknown:
+            known = ", ".join(sorted(_names(found, absent))) or "none"
+            raise UsageError(f"unknown backend {unknown[0]!r}; known: {known}")
+        used = [item for item in found if item.description.backend in wanted and item.description.claims]
+        for idle in {item.start for item in found} - {item.start for item in used}:
+            idle().close()
+        return Survey(
+            found=used,
+            absent=sorted(_without_claims(found, here, wanted), key=str)
+            + [item for item in absent if not backends or item.backend in wanted],
+            devices=here,
+        )
+
+    def close(self) -> None:
+        """End every worker that is left."""
+        for worker in self._workers:
+            worker.close()
+
+    def _devices(self) -> list[str]:
+        try:
+            return self.worker(None).devices(DESCRIBE_DEADLINE)
+        except WorkerFailed as error:
+            raise HarnessError(f"the oracle does not start: {error}") from None
+
+    def _describe(
+        self, sources: Sequence[BackendSource], devices: Sequence[str], jobs: int
+    ) -> tuple[list[Found], list[Absent]]:
+        found: list[Found] = []
+        absent: list[Absent] = []
+        pairs = [(source, device) for source in sources for device in devices]
+        with ThreadPoolExecutor(max(1, jobs)) as pool:
+            outcomes = list(pool.map(lambda pair: self._describe_one(*pair), pairs))
+        for outcome in outcomes:
+            if isinstance(outcome, Absent):
+                absent.append(outcome)
+            else:
+                found += outcome
+        return found, absent
+
+    def _describe_one(self, source: BackendSource, device: str) -> list[Found] | Absent:
+        worker = self.worker(source, device)
+        try:
+            descriptions = worker.describe(DESCRIBE_DEADLINE)
+        except WorkerFailed as error:
+            worker.close()
+            if source.kind != "builtin":
+                raise UsageError(str(error)) from None
+            return Absent(backend=source.name, device=device, reason=str(error).removeprefix(f"{source.label}: "))
+        spare = [worker]
+
+        def start() -> Worker:
+            # The worker that described its source serves the first backend that asks.
+            with self._mutex:
+                if spare:
+                    return spare.pop()
+            return self.worker(source, device)
+
+        return [Found(description=item, source=source, start=start) for item in descriptions]
+
+
+def _may_hold(source: BackendSource, backends: Iterable[str]) -> bool:
+    if source.kind != "builtin":
+        return True
+    stem = source.name.replace("-", "_")
+    names = [name.replace("-", "_") for name in backends]
+    return any(stem.startswith(name) or name.startswith(stem) for name in names)
+
+
+def _names(found: Iterable[Found], absent: Iterable[Absent]) -> set[str]:
+    return {item.description.backend for item in found} | {item.backend for item in absent}
+
+
+def _check_distinct(found: Sequence[Found]) -> None:
+    seen: dict[tuple[str, str], BackendSource] = {}
+    for item in found:
+        key = (item.description.backend, item.description.device)
+        if key in seen:
+            raise UsageError(f"two backends are named {key[0]!r}: in {seen[key].label} and {item.source.label}")
+        seen[key] = item.source
+
+
+def _without_claims(found: Sequence[Found], devices: Sequence[str], wanted: set[str]) -> list[Absent]:
+    """Backends that claim nothing on any device that was looked at."""
+    claiming = {item.description.backend for item in found if item.description.claims}
+    absent = []
+    for name in sorted({item.description.backend for item in found} & wanted - claiming):
+        on = ", ".join(item.description.device for item in found if item.description.backend == name)
+        reason = f"claims nothing on {on}" + ("" if len(devices) > 1 else "; there is no CUDA device here")
+        absent.append(Absent(backend=name, device="", reason=reason))
+    return absent

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import planning, units
+from conformance.discover import UsageError
+from conformance.messages import Claimed, Description
+from fuzz.case import Case
+from fuzz.plan import draw_plan, write_plan
+from references.backend import Claim
+
+QUANTIZE = Case.parse(
+    "quantize mxfp8 v=1 block=1x32 dtype=fp32 k=77 m=5 scale=ceil stride=contiguous values=normal seed=4294967295"
+)
+
+
+def description(name: str, *claims: Claim) -> Description:
+    return Description(
+        backend=name,
+        version="1",
+        interpreter="i",
+        device="cpu",
+        device_name="",
+        sm="",
+        pace=1.0,
+        claims=[Claimed(claim=claim.to_json(), recipe={}, recipe_text="", claim_text="") for claim in claims],
+    )
+
+
+def claim(variant: str = "mxfp8", **fields: Any) -> Claim:
+    return Claim(operation="quantize", variant=variant, source="s", **fields)
+
+
+def test_no_selection_is_everything() -> None:
+    every = planning.groups((), ())
+    assert ("ue8m0", "ceil") in every
+    assert ("quantize", "nvfp4") in every
+    assert len(every) == len(set(every))
+
+
+def test_selections_are_combined() -> None:
+    assert planning.groups(("dequantize",), ("mxfp8", "ceil")) == [("dequantize", "mxfp8")]
+
+
+@pytest.mark.parametrize(
+    ("operations", "formats", "line"),
+    [
+        (("gemv",), (), "unknown operation 'gemv'; known: ue8m0, quantize"),
+        ((), ("fp7",), "unknown format 'fp7'; known: ceil"),
+        (("ue8m0",), ("mxfp8",), "no operation ue8m0 has a format mxfp8"),
+    ],
+)
+def test_what_is_unknown_is_named_beside_what_is_known(
+    operations: tuple[str, ...], formats: tuple[str, ...], line: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        planning.groups(operations, formats)
+    assert str(caught.value).startswith(line)
+
+
+def test_groups_take_turns() -> None:
+    plan = draw_plan([("ue8m0", "ceil")], 3, 1) + draw_plan([("ue8m0", "floor")], 2, 1)
+    assert [case.variant for case in planning.interleaved(plan)] == ["ceil", "floor", "ceil", "floor", "ceil"]
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
+    plan = draw_plan([("ue8m0", "ceil")], 5, 1)
+    write_plan(tmp_path / "plan.txt", plan)
+    assert planning.read(tmp_path / "plan.txt") == plan
+    assert planning.digest(plan) == planning.digest(planning.read(tmp_path / "plan.txt"))
+    assert planning.digest(plan) != planning.digest(plan[::-1])
+
+
+@pytest.mark.parametrize("content", [None, "ue8m0 ceil v=2\n"])
+def test_a_plan_that_cannot_be_read_is_one_line(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "plan.txt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=r"--plan .*plan\.txt"):
+        planning.read(path)
+
+
+def test_each_backend_gets_enough_of_each_operation_whatever_it_claims() -> None:
+    narrow = claim(where={"scale": ("floor",), "dtype": ("bf16",), "stride": ("contiguous",)}, multiples={"k": 64})
+    subjects = [description("narrow", narrow), description("wide", claim(), claim("mxfp4"))]
+    chosen = [("quantize", "mxfp8"), ("quantize", "mxfp4"), ("ue8m0", "ceil")]
+    plan = planning.draw(chosen, subjects, 1, None)
+    assert len(plan) == len(set(plan))
+    assert sum(narrow.refusal(case) is None for case in plan) >= planning.LEAST
+    assert sum(case.operation == "quantize" for case in plan) >= planning.LEAST
+    assert plan == planning.draw(chosen, subjects[::-1], 1, None)
+    assert plan != planning.draw(chosen, subjects, 2, None)
+
+
+def test_a_number_of_cases_is_taken_at_its_word() -> None:
+    plan = planning.draw([("quantize", "mxfp8")], [description("b", claim(maxima={"k": 1}))], 1, 7)
+    assert len(plan) == 7
+
+
+@given(
+    number=st.integers(0, 100),
+    turn=st.integers(1, 200),
+    multiple=st.sampled_from([1, 16, 128]),
+    scales=st.lists(st.sampled_from(["floor", "even"]), min_size=1, max_size=2, unique=True),
+)
+def test_a_bent_case_is_claimed_and_keeps_the_rest(number: int, turn: int, multiple: int, scales: list[str]) -> None:
+    wanted = claim(where={"scale": tuple(scales)}, multiples={"k": multiple}, maxima={"m": 3})
+    bent = planning.bend(QUANTIZE, wanted, number, turn)
+    assert bent is not None
+    assert wanted.refusal(bent) is None
+    assert bent.integer("m") == 3
+    assert (bent["values"], bent["dtype"]) == ("normal", "fp32")
+    assert bent.seed == turn * 1_000_003 - 1
+
+
+def test_a_case_that_cannot_be_bent_is_left() -> None:
+    case = Case.parse(
+        "quantize fp8_per_tensor v=1 block=tensor dtype=fp32 k=8 m=5 scale=static stride=contiguous values=overflow seed=1"
+    )
+    assert planning.bend(case, claim("fp8_per_tensor", where={"scale": ("fp32",)}), 0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("60s", 60.0), ("1.5h", 5400.0), ("5m", 300.0), ("2min", 120.0), ("7", 7.0)]
+)
+def test_durations(text: str, value: float) -> None:
+    assert units.seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "s", "0s", "-1s", "1d", "nan", "inf", "1e3s", "60 s ", "٣s"])
+def test_bad_durations(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        units.seconds(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("8GiB", 2**33), ("512MiB", 2**29), ("1.5KiB", 1536), ("100", 100)])
+def test_sizes(text: str, value: int) -> None:
+    assert units.size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "8GB", "0", "-1", "8gib"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        units.size(text)
