@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
@@ -152,10 +152,7 @@ def _singles(group: Group, max_elements: int) -> list[Case]:
     """Every word of every key at least once, on shapes with room."""
     words = _words(group)
     count = max(map(len, words.values()))
-    found = [
-        _case(group, index, {key: list_[index % len(list_)] for key, list_ in words.items()}, _ROOMY, max_elements)
-        for index in range(count)
-    ]
+    found = [_case(group, index, _turn(words, index), _ROOMY, max_elements) for index in range(count)]
     # A combination that the grammar refuses was replaced; whatever word went missing with it gets a case of its own.
     for key, list_ in words.items():
         for word in list_:
@@ -167,19 +164,30 @@ def _singles(group: Group, max_elements: int) -> list[Case]:
 def _shapes(group: Group, max_elements: int) -> Iterator[Case]:
     words = _words(group)
     for index in range(len(_EDGES)):
-        picked = {key: list_[(index + index // len(list_)) % len(list_)] for key, list_ in words.items()}
-        yield _case(group, index, picked, _EDGES, max_elements)
+        yield _case(group, index, _turn(words, index + 1), _EDGES, max_elements)
 
 
 def _pairs(group: Group, max_elements: int) -> Iterator[Case]:
     words = _words(group)
     profiles = words.pop("values")
-    steps = max((len(list_) for list_ in words.values()), default=1)
+    others = sorted(((key, list_) for key, list_ in words.items() if len(list_) > 1), key=lambda item: len(item[1]))
+    steps = max((len(list_) for _, list_ in others), default=1)
     for index, (number, step) in enumerate(product(range(len(profiles)), range(steps))):
         picked = {"values": profiles[number]}
-        for place, (key, list_) in enumerate(words.items(), start=1):
-            picked[key] = list_[(step + number * place) % len(list_)]
+        for place, (key, list_) in enumerate(others):
+            picked[key] = list_[(step + number // len(list_) ** place) % len(list_)]
         yield _case(group, index, picked, _ROOMY, max_elements)
+
+
+def _turn(words: dict[str, tuple[str, ...]], index: int) -> dict[str, str]:
+    """A word for every key: each goes round, later keys with another start every time, so that none march in step."""
+    profiles = words["values"]
+    others = [(key, list_) for key, list_ in words.items() if key != "values" and len(list_) > 1]
+    others.sort(key=lambda item: len(item[1]))
+    picked = {"values": profiles[index % len(profiles)]}
+    for place, (key, list_) in enumerate(others):
+        picked[key] = list_[(index + index // len(list_) ** (place + 1)) % len(list_)]
+    return picked
 
 
 def _words(group: Group) -> dict[str, tuple[str, ...]]:
@@ -202,26 +210,26 @@ def _case(group: Group, index: int, picked: dict[str, str], shapes: _Shapes, max
     turned = [list_[starts[key] :] + list_[: starts[key]] for key, list_ in free.items()]
     for combination in product(*turned):
         given_ = {"values": values, **dict(zip(free, combination, strict=True))}
-        given_ |= _sizes(group, given_, shapes[index % len(shapes)], max_elements)
+        given_ |= _sizes(group, given_, shapes[(index + index // len(shapes)) % len(shapes)], max_elements)
         if rule.check(given_) is None:
             return Case(operation, variant, tuple(sorted(given_.items())), index)
     raise ValueError(f"no case of {operation} {variant} with values={values}")
 
 
 def _sizes(
-    group: Group, words: dict[str, str], shape: tuple[tuple[int, int], tuple[int, int]], room: int
+    group: Group, words: dict[str, str], shape: tuple[tuple[int, int], tuple[int, int]], max_elements: int
 ) -> dict[str, str]:
     rule = GRAMMAR[group[0]][group[1]]
     sizes = {key: domain for key, domain in rule.keys.items() if isinstance(domain, Size)}
     if group[0] == "ue8m0":
         blocks, more = shape[1]
         return {"n": str(_SETS.get(words["values"], max(1, blocks * 64 + more)))}
+    room = Limits(max_elements).room(group[0], sizes, words)
     found = {}
     # Columns first: a cut that makes room falls on the rows.
-    for key, (blocks, more) in zip(sorted(sizes, key=_is_rows), reversed(shape), strict=True):
+    for key, (blocks, more) in zip(sorted(sizes, key=_is_rows), cycle(reversed(shape)), strict=False):
         domain = sizes[key]
-        size = max(blocks * unit(group[0], key, words) + more, domain.least)
-        size = -(-min(size, max(1, room)) // domain.multiple) * domain.multiple
+        size = min(blocks * unit(group[0], key, words) + more, room) // domain.multiple * domain.multiple
         found[key] = str(max(size, least(domain)))
         room //= int(found[key])
     return found

@@ -7,6 +7,7 @@ integer constants of whatever local modules happen to be loaded into wider range
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,13 +24,23 @@ _ASPECT = st.integers(0, 3)
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a drawn case may be: elements of its matrix or vector, unless the grammar's least sizes are larger."""
+    """How large a drawn case may be.
+
+    max_elements: of its matrix or vector. blocks: room for this many full blocks is given in any case, and so are the
+    grammar's least sizes.
+    """
 
     max_elements: int = 2**13
+    blocks: int = 6
 
     def __post_init__(self) -> None:
         if self.max_elements < 1:
             raise ValueError(f"max_elements={self.max_elements} is not positive")
+
+    def room(self, operation: str, sizes: Iterable[str], given: Mapping[str, str]) -> int:
+        """The elements that a case of an operation with these words may have, by its size keys."""
+        block = math.prod(unit(operation, key, given) for key in sizes)
+        return max(self.max_elements, self.blocks * block)
 
 
 def cases(
@@ -71,7 +82,7 @@ def _cases(draw: st.DrawFn, groups: tuple[tuple[str, str], ...], limits: Limits)
     aspect = draw(_ASPECT) if len(order) > 1 else 3
     if aspect % 2:
         order.reverse()
-    room = limits.max_elements
+    room = limits.room(operation, sizes, given)
     for place, key in enumerate(order):
         others = 1
         for later in order[place + 1 :]:
@@ -93,7 +104,7 @@ def _cases(draw: st.DrawFn, groups: tuple[tuple[str, str], ...], limits: Limits)
     return Case(operation, variant, tuple(sorted(given.items())), draw(_seeds()))
 
 
-def unit(operation: str, key: str, given: dict[str, str]) -> int:
+def unit(operation: str, key: str, given: Mapping[str, str]) -> int:
     """The block size along a size key, around which sizes are interesting."""
     if operation == "scale_layout":
         return {"rows": 128, "cols": 4}.get(key, 4)
