@@ -150,8 +150,10 @@ class _Repro:
 
     def _show(self, record: Record, judged: Sequence[JudgeReply]) -> None:
         words = [f"{record.part}: {record.verdict}"]
-        words += [f"headroom {record.headroom:.4g}"] * (record.headroom is not None)
-        words += [f"{record.bit_equal:.6g} of the bits equal"] * (record.bit_equal is not None)
+        if record.headroom is not None:
+            words.append(f"headroom {record.headroom:.4g}")
+        if record.bit_equal is not None:
+            words.append(f"bits equal {record.bit_equal:.6g}")
         words += [f"known to the ledger as {record.ledger_id}"] * bool(record.ledger_id)
         words += [record.message] * bool(record.message)
         self._say(", ".join(words))

@@ -9,8 +9,9 @@ from pathlib import Path
 from threading import Lock
 
 from conformance import discover
-from conformance.discover import BackendSource, UsageError
+from conformance.discover import UsageError
 from conformance.engine import HarnessError
+from conformance.launch import BackendSource
 from conformance.messages import Description
 from conformance.process import Worker, WorkerFailed
 
@@ -52,15 +53,15 @@ class Fleet:
     """
 
     def __init__(self, plugins: Sequence[str], log_dir: Path | None, memory_limit: int | None) -> None:
-        self._sources = discover.sources(plugins)
         self._pythons = discover.environments()
+        self._sources = discover.sources(plugins, self._pythons)
         self._log_dir, self._memory_limit = log_dir, memory_limit
         self._workers: list[Worker] = []
         self._mutex = Lock()
 
     def worker(self, source: BackendSource | None, device: str = "cpu") -> Worker:
         """A worker of a source, of the oracle if None."""
-        python = self._pythons.get(source.name) if source else None
+        python = discover.python_for(source, self._pythons) if source else None
         worker = Worker(source, device, python=python, log_dir=self._log_dir, memory_limit=self._memory_limit)
         with self._mutex:
             self._workers.append(worker)
@@ -106,9 +107,9 @@ class Fleet:
 
     def _devices(self) -> list[str]:
         try:
-            return self.worker(None).devices(DESCRIBE_DEADLINE)
+            return discover.devices()
         except WorkerFailed as error:
-            raise HarnessError(f"the oracle does not start: {error}") from None
+            raise HarnessError(f"cannot ask for the devices: {error}") from None
 
     def _describe(
         self, sources: Sequence[BackendSource], devices: Sequence[str], jobs: int
@@ -131,7 +132,7 @@ class Fleet:
             descriptions = worker.describe(DESCRIBE_DEADLINE)
         except WorkerFailed as error:
             worker.close()
-            if source.kind != "builtin":
+            if source.kind.startswith("plugin"):
                 raise UsageError(str(error)) from None
             return Absent(backend=source.name, device=device, reason=str(error).removeprefix(f"{source.label}: "))
         spare = [worker]
@@ -159,12 +160,11 @@ def _names(found: Iterable[Found], absent: Iterable[Absent]) -> set[str]:
 
 
 def _check_distinct(found: Sequence[Found]) -> None:
-    seen: dict[tuple[str, str], BackendSource] = {}
+    owners: dict[str, BackendSource] = {}
     for item in found:
-        key = (item.description.backend, item.description.device)
-        if key in seen:
-            raise UsageError(f"two backends are named {key[0]!r}: in {seen[key].label} and {item.source.label}")
-        seen[key] = item.source
+        name = item.description.backend
+        if owners.setdefault(name, item.source) != item.source:
+            raise UsageError(f"two backends are named {name!r}: {owners[name].label} and {item.source.label}")
 
 
 def _without_claims(found: Sequence[Found], devices: Sequence[str], wanted: set[str]) -> list[Absent]:

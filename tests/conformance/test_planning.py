@@ -120,7 +120,8 @@ def test_a_bent_case_is_claimed_and_keeps_the_rest(number: int, turn: int, multi
 
 def test_a_case_that_cannot_be_bent_is_left() -> None:
     case = Case.parse(
-        "quantize fp8_per_tensor v=1 block=tensor dtype=fp32 k=8 m=5 scale=static stride=contiguous values=overflow seed=1"
+        "quantize fp8_per_tensor v=1 block=tensor dtype=fp32 k=8 m=5 scale=static stride=contiguous "
+        "values=overflow seed=1"
     )
     assert planning.bend(case, claim("fp8_per_tensor", where={"scale": ("fp32",)}), 0, 1) is None
 
