@@ -82,7 +82,14 @@ def arrow(ordered: Sequence[Record]) -> pa.Table:
     """The records as an Arrow table with the columns of `COLUMNS`; ``stage_radii`` is a map, ``worst_index`` a list."""
     columns: dict[str, list[Any]] = {name: list(map(attrgetter(name), ordered)) for name in COLUMNS}
     columns["stage_radii"] = [sorted(radii.items()) for radii in columns["stage_radii"]]
-    return pa.table({name: pa.array(columns[name], type=_TYPES[name]) for name in COLUMNS}, schema=SCHEMA)
+    return pa.table({name: _array(columns[name], _TYPES[name]) for name in COLUMNS}, schema=SCHEMA)
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, type=kind)
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold
+        return pa.array([value.encode("utf-8", "replace").decode() for value in values], type=kind)
 
 
 def frame(records: Iterable[Record]) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from reports import figures, tables, text
-from reports.summary import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Summary, lines
+from reports.summary import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Summary, lines, stop_line
 
 CAUSES, ROWS, MOST = 10, 5, 200
 """Kinds of failure that are shown of a group, calls of a kind, and kinds of all groups."""
@@ -60,7 +60,7 @@ def render(summary: Summary) -> str:
             for item in rest
             if not item.startswith(("Known to fail: ", "Did not run: ", "Problem: ", "The run stopped"))
         ],
-        stopped=next((item for item in rest if item.startswith("The run stopped")), ""),
+        stopped="" if summary.complete else stop_line(summary),
         tiles=tiles,
         not_run=[name for name, _ in summary.not_run],
         unclaimed_calls=summary.counts[UNSUPPORTED],

@@ -10,7 +10,7 @@ from itertools import groupby
 from xml.etree import ElementTree as ET
 
 from reports import text
-from reports.summary import FAIL, KNOWN, STATUSES, UNSUPPORTED, Call, Group, Summary, verdict_line
+from reports.summary import FAIL, KNOWN, STATUSES, UNSUPPORTED, Call, Group, Summary, stop_line, verdict_line
 from reports.tables import repro
 
 SHOWN = 20
@@ -56,7 +56,9 @@ def _run_suite(summary: Summary) -> ET.Element:
     """What is no verdict on a backend: completeness, problems, and what did not run."""
     run = ET.Element("testcase", classname="run", name="complete", time="0.000")
     if not summary.complete:
-        _tell(run, "failure", "incomplete", "the run stopped before its end", "")
+        # A budget that ran out was asked for.
+        kind = "skipped" if summary.run.get("stopped") == "budget" else "failure"
+        _tell(run, kind, "incomplete", stop_line(summary), "")
     elif summary.outcome == "empty":
         _tell(run, "failure", "empty", "no case was executed", "")
     elif summary.outcome == "failed" and not summary.counts[FAIL] and not summary.problems:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -166,14 +166,14 @@ class Summary:
 
     @property
     def outcome(self) -> str:
-        """``failed``, ``empty``, ``incomplete`` or ``conformant``: the first that applies."""
+        """``failed``, ``empty``, ``incomplete`` or ``conformant``: the first that applies. An exit code counts last."""
         if self.counts[FAIL] or self.problems:
             return "failed"
         if not self.executed:
             return "empty"
-        if self.run.get("exit_code") not in (None, 0):
-            return "failed"
-        return "conformant" if self.complete else "incomplete"
+        if not self.complete:
+            return "incomplete"
+        return "conformant" if self.run.get("exit_code") in (None, 0) else "failed"
 
     @property
     def failures(self) -> list[tuple[Group, list[Call]]]:
@@ -216,7 +216,7 @@ def summarise(records: Iterable[Record], run: Mapping[str, Any]) -> Summary:
         unclaimed=tuple(group for group in every if group.counts[UNSUPPORTED]),
         known=known,
         problems=_problems(run, known),
-        not_run=tuple(_not_run(_mappings(run.get("not_run")))),
+        not_run=tuple(sorted(_not_run(run))),
         counts=Counter(call.status for call in calls),
         failing=Counter(call.lead.verdict for call in calls if call.status == FAIL),
         cases=len({call.lead.case for call in calls if call.status != UNSUPPORTED}),
@@ -236,10 +236,7 @@ def lines(summary: Summary) -> list[str]:
     """`headline` of a summary that is there already."""
     said = [verdict_line(summary)]
     if not summary.complete:
-        planned = f"{text.count(summary.reached)} of " if summary.planned is not None else ""
-        total = summary.reached if summary.planned is None else summary.planned
-        of = text.plural(total, "planned case" if planned else "case")
-        said.append(f"The run stopped before its end: it reached {planned}{of}; nothing is said of the others.")
+        said.append(stop_line(summary))
     said += [f"Problem: {problem}" for problem in summary.problems]
     tally = [f"{text.count(summary.counts[PASS])} passed"]
     tally += [f"{text.count(summary.counts[REFUSED])} refused cleanly"] * bool(summary.counts[REFUSED])
@@ -272,6 +269,19 @@ def verdict_line(summary: Summary) -> str:
     said = [f"{text.plural(failures, 'unexplained failure')} ({text.counts(summary.failing)})"] * bool(failures)
     said += [text.plural(problems, "problem")] * bool(problems)
     return f"NOT CONFORMANT: {' and '.join(said) or 'exit code ' + text.line(summary.run.get('exit_code'))}"
+
+
+def stop_line(summary: Summary) -> str:
+    """Why and how far before its end an incomplete run stopped."""
+    why = text.line(summary.run.get("stopped"))
+    pairs = summary.run.get("pairs")
+    if isinstance(pairs, Mapping) and isinstance(pairs.get("planned"), int) and isinstance(pairs.get("settled"), int):
+        far = f"{text.count(pairs['settled'])} of {text.count(pairs['planned'])} (case, backend) pairs were settled"
+    elif summary.planned is not None:
+        far = f"{text.count(summary.reached)} of {text.plural(summary.planned, 'planned case')} were reached"
+    else:
+        far = f"{text.plural(summary.reached, 'case')} were reached"
+    return f"The run stopped before its end{f' ({why})' if why else ''}: {far}; nothing is said of the others."
 
 
 def known_line(entry: Known) -> str:
@@ -364,9 +374,15 @@ def _problems(run: Mapping[str, Any], known: Sequence[Known]) -> tuple[str, ...]
     return tuple(said)
 
 
-def _not_run(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    found = []
-    for entry in entries:
-        name = " on ".join(text.line(entry[key]) for key in ("backend", "device") if entry.get(key))
-        found.append((name or "something", text.line(entry.get("reason")) or "no reason recorded"))
-    return sorted(found)
+def _not_run(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def name(entry: Mapping[str, Any]) -> str:
+        return " on ".join(text.line(entry[key]) for key in ("backend", "device") if entry.get(key)) or "something"
+
+    for entry in _mappings(run.get("not_run")):
+        yield name(entry), text.line(entry.get("reason")) or "no reason recorded"
+    for entry in _mappings(run.get("left_out")):
+        if isinstance(entry.get("cases"), int):
+            yield (
+                name(entry),
+                f"{text.plural(entry['cases'], 'case')} of the plan left out, beyond the share it asks for",
+            )
