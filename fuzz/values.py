@@ -122,7 +122,7 @@ def pow2(exponent: npt.ArrayLike) -> Reals:
 
 def to_bits(numbers: npt.ArrayLike, float_: Float) -> Bits:
     """Round finite float64 numbers to nearest, ties to even; what would overflow becomes the largest number."""
-    raw = np.ascontiguousarray(numbers, dtype=np.float64).view(np.uint64)
+    raw = np.asarray(numbers, dtype=np.float64, order="C").view(np.uint64)
     sign = (raw >> 63).astype(np.uint32) << (float_.width - 1)
     field = (raw >> 52).astype(np.int64) & 0x7FF
     significand = np.where(field > 0, (raw & (2**52 - 1)) | 2**52, 0).astype(np.uint64)
