@@ -64,29 +64,35 @@ class TritonBackend:
         return [claim for claim in self._all_claims() if e4m3 or not _needs_e4m3(claim)]
 
     def _all_claims(self) -> Iterable[Claim]:
-        def claims(operation: str, variants: Iterable[str], kernel: str, *sizes: str) -> Iterable[Claim]:
+        def claims(
+            operation: str, variants: Iterable[str], kernel: str, *sizes: str, scale: str | None = None
+        ) -> Iterable[Claim]:
             maxima = {} if self._max_size is None else dict.fromkeys(sizes, self._max_size)
+            where = {} if scale is None else {"scale": (scale,)}
+            source = f"{SOURCE}: {kernel}"
             return [
-                Claim(operation=operation, variant=variant, source=f"{SOURCE}: {kernel}", maxima=maxima)
+                Claim(operation=operation, variant=variant, source=source, where=where, maxima=maxima)
                 for variant in variants
             ]
 
         policies = ("ceil", "ceil_clamped", "floor", "ceil_amax", "even", "nearest")
-        formats = ("deepseek_fp8", "mxfp8", "mxfp4", "nvfp4", "fp8_per_tensor")
+        formats = ("mxfp8", "mxfp4", "nvfp4", "fp8_per_tensor")
         orders = ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
         yield from claims("ue8m0", policies, "ue8m0_kernel")
         yield from claims("quantize", formats, "quantize_*_kernel", "m", "k")
-        yield from claims("dequantize", formats, "dequantize_*_kernel", "m", "k")
+        for scale in ("fp32", "ceil"):
+            yield from claims("quantize", ("deepseek_fp8",), "quantize_e4m3_kernel", "m", "k", scale=scale)
+        yield from claims("dequantize", ("deepseek_fp8", *formats), "dequantize_*_kernel", "m", "k")
         yield from claims("scale_layout", orders, "_triton_layouts.py", "rows", "cols")
         yield from claims("requantize", ("deepseek_fp8",), "dequantize_e4m3_kernel, quantize_e4m3_kernel", "n", "k")
 
     def recipe(self, claim: Claim) -> Recipe:
         """IEEE divisions; products in FP32, then the output dtype; NVFP4 takes block scale x global scale first."""
-        nvfp4 = claim.variant == "nvfp4"
+        nvfp4, fp32_scales = claim.variant == "nvfp4", claim.where.get("scale") == ("fp32",)
         if claim.operation == "quantize":
             return Recipe(
                 source=SOURCE,
-                amax_floor=AMAX_FLOOR if claim.variant in ("deepseek_fp8", "fp8_per_tensor") else 0.0,
+                amax_floor=AMAX_FLOOR if claim.variant == "fp8_per_tensor" or fp32_scales else 0.0,
                 scale_floor=SCALE_FLOOR if nvfp4 else 0.0,
             )
         if claim.operation == "dequantize":

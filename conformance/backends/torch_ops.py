@@ -56,8 +56,18 @@ class TorchBackend:
         return [
             Claim(operation="ue8m0", variant="nearest", source=f"Tensor.to(torch.float8_e8m0fnu): {CASTS}"),
             *(
-                Claim(operation="quantize", variant=variant, source=f"Tensor.to(torch.float8_e4m3fn): {CASTS}")
-                for variant in ("deepseek_fp8", "mxfp8", "fp8_per_tensor")
+                Claim(
+                    operation="quantize",
+                    variant=variant,
+                    source=f"Tensor.to(torch.float8_e4m3fn): {CASTS}",
+                    where=where,
+                )
+                for variant, where in (
+                    ("deepseek_fp8", {"scale": ("fp32",)}),
+                    ("deepseek_fp8", {"scale": ("ceil",)}),
+                    ("mxfp8", {}),
+                    ("fp8_per_tensor", {}),
+                )
             ),
             *(
                 Claim(operation="dequantize", variant=variant, source=f"Tensor.to from float8 dtypes: {CASTS}")
@@ -77,7 +87,7 @@ class TorchBackend:
             return Recipe(source=source, dequant_rounding="via_fp32")
         if claim.operation == "requantize":
             return Recipe(source=source, via=self._via)
-        if claim.operation == "quantize" and claim.variant in ("deepseek_fp8", "fp8_per_tensor"):
+        if claim.variant == "fp8_per_tensor" or claim.where.get("scale") == ("fp32",):
             return Recipe(source=source, amax_floor=AMAX_FLOOR)
         return Recipe(source=source)
 
