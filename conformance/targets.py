@@ -88,8 +88,9 @@ class Fleet:
         wanted = set(backends) or _names(found, absent)
         unknown = sorted(wanted - _names(found, absent))
         if unknown:
-            known = ", ".join(sorted(_names(found, absent))) or "none"
-            raise UsageError(f"unknown backend {unknown[0]!r}; known: {known}")
+            known = ", ".join(sorted(_names(found, []))) or "none"
+            lost = ", ".join(dict.fromkeys(item.backend for item in absent))
+            raise UsageError(f"unknown backend {unknown[0]!r}; known: {known}" + (lost and f"; not loadable: {lost}"))
         used = [item for item in found if item.description.backend in wanted and item.description.claims]
         for idle in {item.start for item in found} - {item.start for item in used}:
             idle().close()
