@@ -1,0 +1,114 @@
+"""The command line with real workers: what a user or a CI job sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conformance.cli import main
+from conformance.journal import read_records
+
+ROOT = Path(__file__).parent.parent.parent
+PLUGINS = Path(__file__).with_name("plugins")
+GOOD, HOSTILE = ("--plugin", str(PLUGINS / "good.py")), ("--plugin", str(PLUGINS / "hostile.py"))
+NEAREST = ("--operation", "ue8m0", "--format", "nearest")
+CASE = "ue8m0 nearest v=1 from=scale n=64 values=wide seed=5"
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "conformance", *words]
+
+
+def test_the_parent_imports_no_torch() -> None:
+    code = "import sys, conformance.cli, conformance.runs, conformance.repro, conformance.listing, reports.build\n"
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_plugin_that_is_right_conforms(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    words = ("run", *NEAREST, *GOOD, "--backend", "good", "--cases", "12", "--jobs", "2", "--out", str(out))
+    assert main(words) == 0
+    records = read_records(out / "records.jsonl")
+    assert {item.verdict for item in records} <= {"pass", "unsupported"}
+    assert sum(item.verdict == "pass" for item in records) >= 8
+    assert all(len(item.input_sha256) == 64 for item in records if item.verdict == "pass")
+    assert "CONFORMANT" in capfd.readouterr().out
+
+
+def test_a_plugin_that_crashes_is_named_and_the_rest_still_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ("run", *GOOD, *HOSTILE, "--backend", "good", "--backend", "segfault", "--case", CASE, "--out", str(out))
+    assert main(words) == 1
+    verdicts = {item.backend: (item.part, item.verdict, item.message) for item in read_records(out / "records.jsonl")}
+    assert verdicts["good"][:2] == ("scales", "pass")
+    assert verdicts["segfault"][:2] == ("call", "crash")
+    assert verdicts["segfault"][2].startswith("reproduced alone: killed by SIGSEGV")
+    assert f"nox -s repro -- '{CASE}' --backend segfault --plugin" in capfd.readouterr().out
+
+
+def test_repro_shows_the_elements_that_differ(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["repro", CASE, *HOSTILE, "--backend", "zeros"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    digest = next(line.split()[-1] for line in lines if line.startswith("inputs"))
+    assert any(line.startswith("scales: wrong") for line in lines)
+    assert any(line.startswith("    [") and "actual" in line and "admissible" in line for line in lines)
+    assert main(["repro", CASE, *GOOD, "--backend", "good", "--expect-sha256", digest]) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "fragment"),
+    [
+        ("raise RuntimeError('no\\nluck')\n", "plugin mine.py: RuntimeError: no luck"),
+        ("", "plugin mine.py: offers no function backends()"),
+        ("def backends(): return [3]\n", "plugin mine.py: int is no Backend"),
+    ],
+)
+def test_a_plugin_that_does_not_load_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str, fragment: str
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    words = ("run", "--plugin", str(tmp_path / "mine.py"), "--backend", "mine", "--out", str(tmp_path / "out"))
+    assert main(words) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"conformance: {fragment}")
+    assert said.err.count("\n") == 1
+
+
+def test_two_backends_of_one_name_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "copy.py").write_text((PLUGINS / "good.py").read_text())
+    words = ("run", *GOOD, "--plugin", str(tmp_path / "copy.py"), "--backend", "good", "--out", str(tmp_path / "out"))
+    assert main(words) == 2
+    line = "conformance: two backends are named 'good': plugin good.py and plugin copy.py\n"
+    assert capfd.readouterr().err == line
+
+
+def test_ctrl_c_in_the_middle_of_a_hang(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("run", *HOSTILE, "--backend", "sleep", "--backend", "zeros", "--case", CASE, "--out", str(out))
+    process = subprocess.Popen(command(*words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "records.jsonl").exists() or '"zeros"' not in (out / "records.jsonl").read_text():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped (interrupted) after 1 of 2" in said
+    assert json.loads((out / "run.json").read_text())["complete"] is False
+    assert {item.backend for item in read_records(out / "records.jsonl")} == {"zeros"}
+    assert (out / "report.md").exists()
