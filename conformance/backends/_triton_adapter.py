@@ -35,7 +35,8 @@ OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SOURCE = "conformance/backends/_triton_kernels.py"
 
 Parts = dict[str, Tensor]
-Call = Callable[[], Parts]
+Out = Mapping[str, Tensor]
+Call = Callable[[Out], Parts]
 
 
 class TritonBackend:
@@ -103,71 +104,71 @@ class TritonBackend:
         """The launches, bound to their inputs."""
         match case.operation:
             case "ue8m0":
-                return lambda: {"scales": _ue8m0(inputs["x"], case.variant, case["from"])}
+                return lambda out: {"scales": _ue8m0(inputs["x"], case.variant, case["from"], out)}
             case "quantize":
-                return lambda: self._quantize(case, inputs)
+                return lambda out: self._quantize(case, inputs, out)
             case "dequantize":
-                return lambda: {"output": self._dequantize(case, inputs)}
+                return lambda out: {"output": self._dequantize(case, inputs, out)}
             case "scale_layout":
-                return lambda: {"scales": _scale_layout(case, inputs["scales"])}
+                return lambda out: {"scales": _scale_layout(case, inputs["scales"], out)}
             case "requantize" if case.variant == "deepseek_fp8":
-                return lambda: self._requantize(inputs["payload"], inputs["scales"])
+                return lambda out: self._requantize(inputs["payload"], inputs["scales"], out)
         raise Unsupported(f"no {case.operation} {case.variant}")
 
-    def run(self, prepared: Call, out: Mapping[str, Tensor]) -> Parts:
-        """Launch."""
-        return prepared()
+    def run(self, prepared: Call, out: Out) -> Parts:
+        """Launch; the kernels write into ``out`` where its buffers fit, so that an element left out stays poisoned."""
+        return prepared(out)
 
-    def _quantize(self, case: Any, inputs: Mapping[str, Tensor]) -> Parts:
+    def _quantize(self, case: Any, inputs: Mapping[str, Tensor], out: Out) -> Parts:
         x = inputs["x"]
         if case.variant == "fp8_per_tensor":
-            return self._quantize_tensor(x, inputs.get("scale"))
+            return self._quantize_tensor(x, inputs.get("scale"), out)
         block = BLOCKS[case["block"]]
         if case.variant in ("mxfp4", "nvfp4"):
-            return self._quantize_e2m1(x, block[1], case["scale"], inputs.get("global_scale", x))
-        return self._quantize_e4m3(x, block, case["scale"])
+            return self._quantize_e2m1(x, block[1], case["scale"], inputs.get("global_scale", x), out)
+        return self._quantize_e4m3(x, block, case["scale"], out)
 
-    def _quantize_e4m3(self, x: Tensor, block: tuple[int, int], policy: str) -> Parts:
+    def _quantize_e4m3(self, x: Tensor, block: tuple[int, int], policy: str, out: Out) -> Parts:
         (rows, group), (m, k) = block, x.shape
         square = rows > 1
         tile = rows if square else self._tile_rows
         scale_shape = (triton.cdiv(m, rows), triton.cdiv(k, group))
-        scales = x.new_empty(scale_shape, dtype=torch.float32 if policy == "fp32" else torch.uint8)
-        payload = x.new_empty((m, k), dtype=torch.uint8)
+        scales = _buffer(out, "scales", scale_shape, torch.float32 if policy == "fp32" else torch.uint8, x)
+        payload = _buffer(out, "payload", (m, k), torch.uint8, x)
         kernels.quantize_e4m3_kernel[(triton.cdiv(m, tile), scale_shape[1])](
             x, payload, scales, m, k, *x.stride(), scale_shape[1], AMAX_FLOOR,
             POLICY=policy, SQUARE=square, TILE_M=tile, GROUP=group,
         )  # fmt: skip
         return {"scales": scales, "payload": payload}
 
-    def _quantize_e2m1(self, x: Tensor, group: int, policy: str, global_scale: Tensor) -> Parts:
+    def _quantize_e2m1(self, x: Tensor, group: int, policy: str, global_scale: Tensor, out: Out) -> Parts:
         m, k = x.shape
         columns = triton.cdiv(k, group)
-        scales = x.new_empty((m, columns), dtype=torch.uint8)
-        payload = x.new_empty((m, k // 2), dtype=torch.uint8)
+        scales = _buffer(out, "scales", (m, columns), torch.uint8, x)
+        payload = _buffer(out, "payload", (m, k // 2), torch.uint8, x)
         kernels.quantize_e2m1_kernel[(triton.cdiv(m, self._tile_rows), columns)](
             x, payload, scales, global_scale, m, k, *x.stride(), columns, SCALE_FLOOR,
             POLICY=policy, TILE_M=self._tile_rows, GROUP=group,
         )  # fmt: skip
         return {"scales": scales, "payload": payload}
 
-    def _quantize_tensor(self, x: Tensor, scale: Tensor | None) -> Parts:
+    def _quantize_tensor(self, x: Tensor, scale: Tensor | None, out: Out) -> Parts:
         (m, k), tile = x.shape, {"TILE_M": self._tile_rows, "TILE_K": 128}
         grid = (triton.cdiv(m, tile["TILE_M"]), triton.cdiv(k, tile["TILE_K"]))
         parts: Parts = {}
         if scale is None:
             partial = x.new_empty(grid, dtype=torch.int32)
-            scale = parts["scales"] = x.new_empty((1, 1), dtype=torch.float32)
+            scale = parts["scales"] = _buffer(out, "scales", (1, 1), torch.float32, x)
             kernels.tile_amax_kernel[grid](x, partial, m, k, *x.stride(), grid[1], **tile)
             kernels.tensor_scale_kernel[(1,)](partial, scale, partial.numel(), AMAX_FLOOR, BLOCK=1024)
-        parts["payload"] = x.new_empty((m, k), dtype=torch.uint8)
+        parts["payload"] = _buffer(out, "payload", (m, k), torch.uint8, x)
         kernels.quantize_by_scale_kernel[grid](x, scale, parts["payload"], m, k, *x.stride(), **tile)
         return parts
 
-    def _dequantize(self, case: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _dequantize(self, case: Any, inputs: Mapping[str, Tensor], out: Out) -> Tensor:
         payload, scales = inputs["payload"].contiguous(), inputs["scales"].contiguous()
         m, k = case.integer("m"), case.integer("k")
-        output = payload.new_empty((m, k), dtype=OUTPUTS[case["out"]])
+        output = _buffer(out, "output", (m, k), OUTPUTS[case["out"]], payload)
         if case.variant not in ("mxfp4", "nvfp4"):
             block = (m, k) if case["block"] == "tensor" else BLOCKS[case["block"]]
             return self._dequantize_e4m3(payload, scales, output, block, case["scale"])
@@ -188,18 +189,25 @@ class TritonBackend:
         )  # fmt: skip
         return output
 
-    def _requantize(self, payload: Tensor, scales: Tensor) -> Parts:
+    def _requantize(self, payload: Tensor, scales: Tensor, out: Out) -> Parts:
         weight = payload.new_empty(payload.shape, dtype=torch.float32)
         self._dequantize_e4m3(payload.contiguous(), scales.contiguous(), weight, (128, 128), "fp32")
-        return self._quantize_e4m3(weight, (128, 128), "ceil")
+        return self._quantize_e4m3(weight, (128, 128), "ceil", out)
 
 
 def _needs_e4m3(claim: Claim) -> bool:
     return claim.operation not in ("ue8m0", "scale_layout") and claim.variant != "mxfp4"
 
 
-def _ue8m0(x: Tensor, policy: str, source: str) -> Tensor:
-    codes = x.new_empty(x.shape, dtype=torch.uint8)
+def _buffer(out: Out, name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    given = out.get(name)
+    if given is not None and (tuple(given.shape), given.dtype) == (shape, dtype) and given.is_contiguous():
+        return given
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _ue8m0(x: Tensor, policy: str, source: str, out: Out) -> Tensor:
+    codes = _buffer(out, "scales", (x.numel(),), torch.uint8, x)
     qmax, emax, mantissa_bits = ELEMENTS.get(source.removeprefix("amax_"), (1.0, 0, 0))
     kernels.ue8m0_kernel[(triton.cdiv(x.numel(), 1024),)](
         x, codes, x.numel(),
@@ -208,34 +216,31 @@ def _ue8m0(x: Tensor, policy: str, source: str) -> Tensor:
     return codes
 
 
-def _scale_layout(case: Any, scales: Tensor) -> Tensor:
+def _scale_layout(case: Any, scales: Tensor, out: Out) -> Tensor:
     rows, cols = case.integer("rows"), case.integer("cols")
     unpack = case["direction"] == "unpack"
     scales = scales.contiguous()
+    padded = triton.cdiv(rows, 4) * 4
     match case.variant:
         case "interleave_128x4":
             size = triton.cdiv(rows, 128) * 128 * triton.cdiv(cols, 4) * 4
-            target = scales.new_empty((rows, cols) if unpack else (size,))
+            target = _buffer(out, "scales", (rows, cols) if unpack else (size,), torch.uint8, scales)
             layouts.interleave_128x4_kernel[(triton.cdiv(size, 1024),)](
                 scales, target, rows, cols, size, UNPACK=unpack, BLOCK=1024
             )
             return target
         case "mn_major_packed":
-            words, padded = triton.cdiv(cols, 4), triton.cdiv(rows, 4) * 4
+            words = triton.cdiv(cols, 4)
             kernel = layouts.unpack_mn_major_kernel if unpack else layouts.pack_mn_major_kernel
-            target = (
-                scales.new_empty((rows, cols), dtype=torch.uint8)
-                if unpack
-                else scales.new_empty((words, padded), dtype=torch.int32)
-            )
+            shape, dtype = ((rows, cols), torch.uint8) if unpack else ((words, padded), torch.int32)
+            target = _buffer(out, "scales", shape, dtype, scales)
             kernel[(words, triton.cdiv(padded, 128))](scales, target, rows, cols, padded, TILE=128)
             return target
-    padded = triton.cdiv(rows, 4) * 4 if case.variant == "mn_major" else rows
-    target = scales.new_empty((rows, cols) if unpack else (cols, padded))
+    shape = (rows, cols) if unpack else (cols, padded if case.variant == "mn_major" else rows)
+    target = _buffer(out, "scales", shape, torch.float32, scales)
+    real = (cols, rows) if unpack else (rows, cols)
     # Scales move as words, so that a NaN keeps its payload.
-    source, words = scales.view(torch.int32), target.view(torch.int32)
-    shape = (rows, cols) if not unpack else (cols, rows)
-    layouts.transpose_kernel[(triton.cdiv(target.shape[0], 32), triton.cdiv(target.shape[1], 32))](
-        source, words, *shape, *target.shape, source.shape[1], TILE=32
+    layouts.transpose_kernel[(triton.cdiv(shape[0], 32), triton.cdiv(shape[1], 32))](
+        scales.view(torch.int32), target.view(torch.int32), *real, *shape, scales.shape[1], TILE=32
     )
     return target
