@@ -163,7 +163,8 @@ def quotient_rows(
     if recipe.payload_arithmetic == "amax_reciprocal":
         if amax is None:
             raise ValueError("blocks: payload_arithmetic=amax_reciprocal needs FP32 scales, one level")
-        factor = (scheme.element.max / amax.to(F64)).nan_to_num(nan=float("nan"), posinf=float("inf"))
+        # Both operands tensors: torch turns number / tensor into a product with the reciprocal.
+        factor = torch.full_like(amax, scheme.element.max, dtype=F64) / amax.to(F64)
         scaled = values * grid_rows(round_to(factor, F32).to(F32), scheme.block, shape, rows).unsqueeze(2)
     elif recipe.payload_arithmetic == "reciprocal":
         inverse = round_to(1.0 / divisors.to(F64), F32).to(F32)
