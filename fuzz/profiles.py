@@ -123,7 +123,7 @@ def _codes(site: Site) -> Bits:
 def _outliers(site: Site) -> Bits:
     """An amax that misses lanes or edges: one huge element a block, first, last or anywhere, among N(0, 1)."""
     huge = (1.0 + unit(site.block_words("fraction"))) * pow2(6 + integer(site.block_words("exponent"), 9))
-    where = (site.block_index + site.matrix.seed) % 4
+    where = (site.block_row + site.block_col + site.matrix.seed) % 4
     last = site.block_size - 1
     peak = np.where(where == 0, last, np.where(where == 1, 0, _peak(site)))
     sign = np.where(coin(site.block_words("sign")), -1.0, 1.0)
@@ -261,32 +261,40 @@ def _cycle(site: Site) -> Integers:
 
 
 def _on_grid(site: Site, numbers: Reals, ulps: npt.NDArray[np.int64] | np.int64) -> Bits:
-    """Elements ``numbers`` times their block's scale, moved by ulps; the peak makes the scale what it is.
-
-    The scale is a power of two; under ``fp32`` every other block has RN(amax / qmax) of an arbitrary amax instead,
-    under ``e4m3`` it walks down the E4M3 codes from 448 (so that amax / (448 * 6) is the power of two as well).
-    """
+    """Elements ``numbers`` times their block's scale, moved by ulps; the peak makes the scale what it is."""
     matrix = site.matrix
     if matrix.scale == "static":
         return nudge(to_bits(numbers * matrix.static, matrix.float_), ulps, matrix.float_)
-    if matrix.scale == "e4m3":
-        stored = ELEMENTS["e4m3"].magnitudes[126 - site.block_index % 126]
-        scale = stored * pow2(top_exponent(matrix, "codes") - 11)
-        amax = scale * matrix.element.qmax
-    else:
-        scale = pow2(integer(site.block_words("exponent"), 13) - 6)
-        amax = scale * _reach(matrix)
-        if matrix.scale == "fp32":
-            uneven = (1.0 + unit(site.block_words("fraction"))) * pow2(integer(site.block_words("exponent"), 13) + 2)
-            odd = (site.block_index + matrix.seed) % 2 == 1
-            amax = np.where(odd, from_bits(to_bits(uneven, matrix.float_), matrix.float_), amax)
-            scale = np.where(odd, from_bits(to_bits(amax / matrix.element.qmax, FLOATS["fp32"]), FLOATS["fp32"]), scale)
+    scale, amax = _grid_scales(site)
     elements = nudge(to_bits(numbers * site.spread(scale), matrix.float_), ulps, matrix.float_)
     limit = to_bits(amax, matrix.float_)
     magnitude = np.minimum(elements & np.uint32(matrix.float_.sign - 1), site.spread(limit))
     kept = magnitude | (elements & np.uint32(matrix.float_.sign))
     peak = limit | signs(site.block_words("sign"), matrix.float_)
     return np.where(site.inside == site.spread(_peak(site)), site.spread(peak), kept)
+
+
+def _grid_scales(site: Site) -> tuple[Reals, Reals]:
+    """The scale and the amax of every block.
+
+    Scales are powers of two; under ``fp32`` half of the blocks have RN(amax / qmax) of any amax instead, under ``e4m3``
+    they walk down the E4M3 codes from 448 (so that amax / (448 * 6) of the whole is the power of two as well).
+    """
+    matrix, fp32 = site.matrix, FLOATS["fp32"]
+    if matrix.scale == "e4m3":
+        stored = ELEMENTS["e4m3"].magnitudes[126 - site.block_index % 126]
+        scale = stored * pow2(top_exponent(matrix, "codes") - 11)
+        return scale, scale * matrix.element.qmax
+    exponent = integer(site.block_words("exponent"), 13) - 6
+    scale = pow2(exponent)
+    amax = scale * _reach(matrix)
+    if matrix.scale == "fp32":
+        # By a coin: every other block would be in step with the walk through the codes.
+        uneven = coin(site.block_words("uneven"))
+        free = to_bits((1.0 + unit(site.block_words("fraction"))) * pow2(exponent + matrix.element.emax), matrix.float_)
+        amax = np.where(uneven, from_bits(free, matrix.float_), amax)
+        scale = np.where(uneven, from_bits(to_bits(amax / matrix.element.qmax, fp32), fp32), scale)
+    return scale, amax
 
 
 MATRIX_PROFILES: Mapping[str, Profile] = {
