@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from html import escape
 
 from reports import text
-from reports.summary import FAIL, KNOWN, PASS, STATUSES, Call, Group, Summary
+from reports.groups import FAIL, KNOWN, PASS, STATUSES, Call, Group
+from reports.summary import Summary
 
 BINS = 20
 MOST = 48

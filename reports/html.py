@@ -8,7 +8,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from reports import figures, tables, text
-from reports.summary import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Summary, lines, stop_line
+from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED
+from reports.summary import Summary, lines, stop_line
 
 CAUSES, ROWS, MOST = 10, 5, 200
 """Kinds of failure that are shown of a group, calls of a kind, and kinds of all groups."""

@@ -10,7 +10,8 @@ from itertools import groupby
 from xml.etree import ElementTree as ET
 
 from reports import text
-from reports.summary import FAIL, KNOWN, STATUSES, UNSUPPORTED, Call, Group, Summary, stop_line, verdict_line
+from reports.groups import FAIL, KNOWN, STATUSES, UNSUPPORTED, Call, Group
+from reports.summary import Summary, stop_line, verdict_line
 from reports.tables import repro
 
 SHOWN = 20

@@ -1,126 +1,16 @@
-"""What a run says: calls, groups, the outcome, and its first lines.
-
-A *call* is one case on one backend (device and options included); its records are the parts of its answer. A *group* is
-the calls of one operation and variant on one backend and device. All counts in the reports are counts of calls.
-"""
+"""What a run says: its outcome, its counts, and its first lines."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from reports import text
 from reports.frame import order
+from reports.groups import FAIL, KNOWN, PASS, REFUSED, STATUSES, UNSUPPORTED, Call, Group, calls_by_group
 from reports.record import FAILING, Record
-
-FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED = "fail", "known", "pass", "refused", "unsupported"
-STATUSES = (FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED)
-"""Of a call: a part fails and no ledger entry explains it; all parts that fail are known; some part passes; refused;
-not claimed. The first that applies."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One case on one backend. parts: its records, earlier parts first."""
-
-    parts: tuple[Record, ...]
-
-    @cached_property
-    def status(self) -> str:
-        """One of `STATUSES`."""
-        failing = [record for record in self.parts if record.failing]
-        if failing:
-            return FAIL if any(not record.ledger_id for record in failing) else KNOWN
-        verdicts = {record.verdict for record in self.parts}
-        return PASS if "pass" in verdicts else REFUSED if "refused" in verdicts else UNSUPPORTED
-
-    @cached_property
-    def lead(self) -> Record:
-        """The record that speaks for the call: the first part that fails, else the one with the largest headroom."""
-        if self.status in (FAIL, KNOWN):
-            unexplained = self.status == FAIL
-            return next(item for item in self.parts if item.failing and unexplained == (not item.ledger_id))
-        return max(self.parts, key=lambda item: -1.0 if item.headroom is None else item.headroom)
-
-    @cached_property
-    def headroom(self) -> float | None:
-        """The largest over the parts; None where nothing was judged."""
-        return max((item.headroom for item in self.parts if item.headroom is not None), default=None)
-
-
-@dataclass(frozen=True)
-class Group:
-    """The calls of one operation and variant on one backend and device.
-
-    claims, sources: from the run, where it lists them. recipes: those of the records, else of the run.
-    """
-
-    operation: str
-    variant: str
-    backend: str
-    version: str
-    device: str
-    sm: str
-    calls: tuple[Call, ...]
-    claims: tuple[str, ...] = ()
-    recipes: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-
-    @cached_property
-    def counts(self) -> Counter[str]:
-        """Status -> calls."""
-        return Counter(call.status for call in self.calls)
-
-    @property
-    def judged(self) -> int:
-        """Calls that were made: all but the unsupported ones."""
-        return len(self.calls) - self.counts[UNSUPPORTED]
-
-    @cached_property
-    def failing(self) -> Counter[str]:
-        """Verdict -> unexplained failures."""
-        return Counter(call.lead.verdict for call in self.calls if call.status == FAIL)
-
-    @cached_property
-    def known(self) -> Counter[str]:
-        """Verdict -> known failures."""
-        return Counter(call.lead.verdict for call in self.calls if call.status == KNOWN)
-
-    @property
-    def status(self) -> str:
-        """The worst status of a call."""
-        return next((status for status in STATUSES if self.counts[status]), UNSUPPORTED)
-
-    @cached_property
-    def headroom(self) -> float | None:
-        """The largest over the calls."""
-        return max((call.headroom for call in self.calls if call.headroom is not None), default=None)
-
-    @cached_property
-    def bit_equal(self) -> float | None:
-        """The mean over the judged parts of the share of elements that equal the nominal answer."""
-        shares = [item.bit_equal for call in self.calls for item in call.parts if item.bit_equal is not None]
-        return math.fsum(shares) / len(shares) if shares else None
-
-    @cached_property
-    def seconds(self) -> float:
-        """Time in the backend: a call's parts share one time, so the largest of them counts."""
-        return math.fsum(max(item.seconds for item in call.parts) for call in self.calls)
-
-    @cached_property
-    def worst(self) -> Call | None:
-        """The first unexplained failure, else the first known one, else the largest headroom, else a judged call."""
-        for status in (FAIL, KNOWN):
-            for call in self.calls:
-                if call.status == status:
-                    return call
-        judged = [call for call in self.calls if call.status in (PASS, REFUSED)]
-        return max(judged, key=lambda call: -1.0 if call.headroom is None else call.headroom, default=None)
 
 
 @dataclass(frozen=True)
@@ -203,7 +93,7 @@ def summarise(records: Iterable[Record], run: Mapping[str, Any]) -> Summary:
     """The summary of a run. Keys that the run lacks are left out of what is said."""
     ordered = order(records)
     entries = _mappings(run.get("backends"))
-    every = [_group(calls, entries) for calls in _calls(ordered)]
+    every = [_group(calls, entries) for calls in calls_by_group(ordered)]
     calls = [call for group in every for call in group.calls]
     judged = sorted((group for group in every if group.judged), key=lambda group: STATUSES.index(group.status))
     plan = run.get("plan")
@@ -298,16 +188,6 @@ def ran_on(summary: Summary) -> list[str]:
         shown = text.device(text.line(group.device), text.line(group.sm), summary.models.get(group.device, ""))
         found.setdefault((text.line(group.backend), text.line(group.version)), {})[shown] = None
     return [f"{name} {version}".strip() + f" on {', '.join(devices)}" for (name, version), devices in found.items()]
-
-
-def _calls(ordered: Sequence[Record]) -> list[list[Call]]:
-    def place(item: Record) -> tuple[str, ...]:
-        return (item.operation, item.variant, item.backend, item.version, item.device)
-
-    return [
-        [Call(tuple(parts)) for _, parts in groupby(found, key=lambda item: (item.case, item.options))]
-        for _, found in groupby(ordered, key=place)
-    ]
 
 
 def _group(calls: Sequence[Call], entries: Sequence[Mapping[str, Any]]) -> Group:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import text
+from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call, Group
 from reports.record import FAILING, MEANING, PASSING, Record, repro_line
-from reports.summary import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call, Group, Known, Summary
+from reports.summary import Known, Summary
 
 RANK = {FAIL: 0, KNOWN: 1, PASS: 2, REFUSED: 3, UNSUPPORTED: 4}
 MESSAGE = 600

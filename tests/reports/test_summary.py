@@ -4,7 +4,8 @@ import random
 import pytest
 
 from reports.frame import order
-from reports.summary import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call, headline, summarise
+from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call
+from reports.summary import headline, summarise
 
 
 def by_name(summary):
