@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,11 @@ import torch
 from torch import Tensor
 
 from conformance.operations.base import PartVerdict
+from references import ue8m0
+from references.blocks import block_size
+from references.elements import Element, decode, from_ordinal, ordinal
+from references.judging import Codes, Judgement, judge_payload
+from references.rounding import bits
 
 EXAMPLES = 8
 CLASSES = ("zero", "subnormal", "normal", "inf", "nan")
@@ -33,33 +37,40 @@ def part_verdict(
     headroom: Tensor,
     equal: Tensor,
     kinds: Tensor,
+    classes: tuple[str, ...] = CLASSES,
     example: Callable[[tuple[int, ...]], dict[str, Any]],
 ) -> PartVerdict:
     """Fold element-wise facts into a verdict.
 
-    inside, headroom, equal, kinds: tensors of the part's shape: admissible or not; |out - centre| / radius; equal to the
-    nominal answer; class of the element's input (see `classify`).
+    inside, headroom, equal, kinds: tensors of the part's shape: admissible or not; |out - centre| / radius; equal to
+        the nominal answer; class of the element's input, an index into ``classes`` (see `classify`).
     example: describes the element at an index (``actual``, ``admissible``, ``input``).
     """
     bit_equal = float(equal.to(torch.float64).mean())
     flat = torch.where(torch.isnan(headroom), torch.inf, headroom.to(torch.float64)).reshape(-1)
     worst = int(flat.argmax())
     worst_index = _unravel(worst, inside.shape)
-    common = {"part": part, "headroom": float(flat[worst]), "worst_index": list(worst_index), "bit_equal": bit_equal}
+    common: dict[str, Any] = {
+        "part": part,
+        "headroom": float(flat[worst]),
+        "worst_index": list(worst_index),
+        "bit_equal": bit_equal,
+    }
     if bool(inside.all()):
         return PartVerdict(verdict="pass", **common)
     outside = (~inside).reshape(-1).nonzero().reshape(-1)
-    classes = tuple(sorted(CLASSES[int(kind)] for kind in kinds.reshape(-1)[outside].unique()))
+    present = set(kinds.reshape(-1)[outside].tolist())
+    seen = tuple(sorted(classes[int(kind)] for kind in present))
     examples = [
         {"index": list(index), **example(index)}
         for index in (_unravel(int(position), inside.shape) for position in outside[:EXAMPLES])
     ]
     first = examples[0]
     message = (
-        f"{len(outside)} of {inside.numel()} elements outside (inputs: {', '.join(classes)}); "
+        f"{len(outside)} of {inside.numel()} elements outside (inputs: {', '.join(seen)}); "
         f"first at {first['index']}: {first['actual']}, admissible {first['admissible']}, input {first['input']}"
     )
-    return PartVerdict(verdict="wrong", message=message, classes=classes, examples=examples, **common)
+    return PartVerdict(verdict="wrong", message=message, classes=seen, examples=examples, **common)
 
 
 def _unravel(position: int, shape: torch.Size) -> tuple[int, ...]:
@@ -70,15 +81,87 @@ def _unravel(position: int, shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def show_code(code: int, value: float, digits: int = 2) -> str:
-    """A code and what it stands for: ``0x7e (448)``."""
-    return f"0x{code:0{digits}x} ({value:.9g})"
+def show_ue8m0(code: int) -> str:
+    """A UE8M0 code: ``0x80 (2^1)``."""
+    return f"0x{code:02x} (NaN)" if code == ue8m0.NAN else f"0x{code:02x} (2^{code - 127})"
+
+
+def show_code(code: int, element: Element) -> str:
+    """An element's code and its value: ``0x7e (448)``."""
+    value = float(decode(torch.tensor([code], dtype=torch.uint8), element)[0])
+    return f"0x{code:0{element.bits // 4}x} ({value:.9g})"
+
+
+def show_ordinal(ordinal: int, element: Element) -> str:
+    """`show_code` of the code at an ordinal."""
+    return show_code(int(from_ordinal(torch.tensor([ordinal]), element)[0]), element)
 
 
 def show_float(value: float, dtype: torch.dtype = torch.float32) -> str:
-    """A number with its bits in ``dtype``: ``0x3f800000 (1)``."""
-    if dtype == torch.float32:
-        bits = struct.unpack("<I", torch.tensor([value], dtype=torch.float64).to(torch.float32).numpy().tobytes())[0]
-        return f"0x{bits:08x} ({value:.9g})"
-    bits = int(torch.tensor([value], dtype=torch.float64).to(dtype).view(torch.int16)[0]) & 0xFFFF
-    return f"0x{bits:04x} ({value:.9g})"
+    """A number that ``dtype`` holds exactly, with its bits: ``0x3f800000 (1)``."""
+    held = torch.tensor([value], dtype=torch.float64).to(dtype)
+    digits = 2 * held.element_size()
+    return f"0x{int(bits(held)[0]) & (16**digits - 1):0{digits}x} ({value:.9g})"
+
+
+def codes_verdict(
+    part: str,
+    actual: Tensor,
+    codes: Codes,
+    judgement: Judgement,
+    *,
+    kinds: Tensor,
+    show_actual: Callable[[tuple[int, ...]], str],
+    show: Callable[[int], str],
+    source: Callable[[tuple[int, ...]], str],
+) -> PartVerdict:
+    """The verdict on a part of codes, given as ordinals.
+
+    show_actual: the code at an index as text. show: an admissible ordinal as text. source: the input at an index.
+    """
+
+    def example(index: tuple[int, ...]) -> dict[str, Any]:
+        low, high = int(codes.lo[index]), int(codes.hi[index])
+        admissible = show(low) if low == high else f"{show(low)} .. {show(high)}"
+        if codes.negative is not None and low == high == 0 and bool(codes.negative[index]):
+            admissible = f"-{admissible}"
+        if codes.zero is not None and bool(codes.zero[index]):
+            admissible += " or 0"
+        return {"actual": show_actual(index), "admissible": admissible, "input": source(index)}
+
+    return part_verdict(
+        part,
+        inside=judgement.inside,
+        headroom=judgement.headroom,
+        equal=actual.to(torch.int32) == codes.nominal.to(torch.int32),
+        kinds=kinds,
+        example=example,
+    )
+
+
+def payload_verdict(
+    payload: Tensor, codes: Codes, element: Element, zero_sign: str, x: Tensor, source: Callable[[tuple[int, ...]], str]
+) -> PartVerdict:
+    """The verdict on a payload: unpacked codes uint8 `[m, k]` of the matrix ``x`` `[m, k]`."""
+    return codes_verdict(
+        "payload",
+        ordinal(payload, element),
+        codes,
+        judge_payload(payload, codes, element, zero_sign),
+        kinds=classify(x),
+        show_actual=lambda index: show_code(int(payload[index]), element),
+        show=lambda position: show_ordinal(position, element),
+        source=source,
+    )
+
+
+def block_text(x: Tensor, index: tuple[int, ...], block: tuple[int, int] | None, dtype: torch.dtype) -> str:
+    """A few words on the block of grid position ``index``: where it starts, its amax and its first elements."""
+    height, width = block_size(tuple(x.shape), block)
+    rows, cols = (slice(place * size, (place + 1) * size) for place, size in zip(index, (height, width), strict=True))
+    values = x[rows, cols]
+    largest = values.abs().to(torch.float64).max()
+    first = ", ".join(f"{value:.6g}" for value in values.reshape(-1)[:4].tolist())
+    rest = ", ..." if values.numel() > 4 else ""
+    where = f"{values.shape[0]}x{values.shape[1]} block at [{rows.start}, {cols.start}]"
+    return f"{where}, amax {show_float(float(largest), dtype)}, [{first}{rest}]"
