@@ -74,7 +74,7 @@ def repro(request: Request, ledger: Ledger, console: Console) -> int:
         claimed = target.claimed(case)
         if isinstance(claimed, str):
             raise UsageError(f"{request.backend} on {request.device} does not claim this case: {claimed}")
-        return _Repro(request, case, target, claimed, fleet.worker(None), found.start(), console).show()
+        return _Repro(request, case, target, claimed, fleet.oracle(), found.start(), console).show()
     except WorkerFailed as error:
         raise HarnessError(str(error)) from None
     finally:

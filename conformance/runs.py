@@ -74,7 +74,7 @@ def run(settings: Settings, ledger: Ledger, console: Console) -> int:
             for item in survey.found
         ]
         _check_something_runs(plan, targets, survey)
-        return _Run(settings, plan, targets, survey, out, console).execute(lambda: fleet.worker(None))
+        return _Run(settings, plan, targets, survey, out, console).execute(fleet.oracle)
     finally:
         fleet.close()
         out.close()

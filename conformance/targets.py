@@ -58,14 +58,22 @@ class Fleet:
         self._log_dir, self._memory_limit = log_dir, memory_limit
         self._workers: list[Worker] = []
         self._mutex = Lock()
+        self._spare_oracles: list[Worker] = []
 
     def worker(self, source: BackendSource | None, device: str = "cpu") -> Worker:
-        """A worker of a source, of the oracle if None."""
+        """A new worker of a source, of the oracle if None."""
         python = discover.python_for(source, self._pythons) if source else None
         worker = Worker(source, device, python=python, log_dir=self._log_dir, memory_limit=self._memory_limit)
         with self._mutex:
             self._workers.append(worker)
         return worker
+
+    def oracle(self) -> Worker:
+        """A worker that judges: the one that the survey has tried, or a new one."""
+        with self._mutex:
+            if self._spare_oracles:
+                return self._spare_oracles.pop()
+        return self.worker(None)
 
     def survey(self, backends: Sequence[str], devices: Sequence[str], jobs: int) -> Survey:
         """Describe the backends: those named, or all. Raises `UsageError` where a name or a plugin is no good.
@@ -119,13 +127,26 @@ class Fleet:
         absent: list[Absent] = []
         pairs = [(source, device) for source in sources for device in devices]
         with ThreadPoolExecutor(max(1, jobs)) as pool:
+            tried = pool.submit(self._try_oracle)
             outcomes = list(pool.map(lambda pair: self._describe_one(*pair), pairs))
+            tried.result()
         for outcome in outcomes:
             if isinstance(outcome, Absent):
                 absent.append(outcome)
             else:
                 found += outcome
         return found, absent
+
+    def _try_oracle(self) -> None:
+        """Without a judge nothing can be said of any backend; and the first judgement need not wait for its start."""
+        if self._spare_oracles:
+            return
+        oracle = self.worker(None)
+        try:
+            oracle.devices(DESCRIBE_DEADLINE)
+        except WorkerFailed as error:
+            raise HarnessError(str(error)) from None
+        self._spare_oracles.append(oracle)
 
     def _describe_one(self, source: BackendSource, device: str) -> list[Found] | Absent:
         worker = self.worker(source, device)

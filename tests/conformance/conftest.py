@@ -70,7 +70,7 @@ class FakeFleet:
     def __init__(self, plugins: Sequence[str], log_dir: object, memory_limit: int | None) -> None:
         self.plugins = plugins
 
-    def worker(self, source: object, device: str = "cpu") -> Any:
+    def oracle(self) -> Any:
         return FakeWorker(right)
 
     def survey(self, backends: Sequence[str], devices: Sequence[str], jobs: int) -> Survey:
