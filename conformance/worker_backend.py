@@ -53,7 +53,6 @@ class Callee:
         try:
             digest, inputs = self._inputs(case)
             on_device = {key: move(tensor, self._device) for key, tensor in inputs.items()}
-            around = _surroundings(on_device)
             buffers = Buffers(OPERATIONS[case.operation].outputs(case), self._device, poison)
         except BaseException as error:
             if not is_out_of_memory(error):
@@ -65,21 +64,30 @@ class Callee:
         if lost is not None:
             message = reply.message or lost
             return {**asdict(CallReply(status="crash", message=f"device context lost: {message}")), "lost": True}, ()
-        changed = sha256_of({key: tensor.cpu() for key, tensor in on_device.items()}) != digest
-        changed = changed or not _same(around, _surroundings(on_device))
+        changed = self._changed(inputs, on_device)
         overrun = buffers.overrun()
         if overrun is not None and reply.status == "ok":
             reply, outputs = CallReply(status="error", message=overrun, seconds=reply.seconds), ()
         return _reply(reply, outputs, input_sha256=digest, inputs_changed=changed)
 
     def _inputs(self, case: Case) -> tuple[str, dict[str, Tensor]]:
-        """The inputs on the CPU and their hash; those of the last case are kept, unless their bits have changed."""
-        if self._kept is not None and self._kept[0] == case.text and sha256_of(self._kept[2]) == self._kept[1]:
+        """The inputs on the CPU and their hash; those of the last case are kept, and `_changed` watches over them."""
+        if self._kept is not None and self._kept[0] == case.text:
             return self._kept[1], self._kept[2]
         self._kept = None
         inputs = OPERATIONS[case.operation].inputs(case)
         self._kept = (case.text, sha256_of(inputs), inputs)
         return self._kept[1], inputs
+
+    def _changed(self, inputs: Mapping[str, Tensor], on_device: Mapping[str, Tensor]) -> bool:
+        """Whether a call wrote to its inputs, beside them where they are views, or to the copies that are kept."""
+        if self._kept is None or sha256_of(inputs) != self._kept[1]:
+            self._kept = None
+            return True
+        return not all(
+            torch.equal(storage_bytes(tensor).to(self._device), storage_bytes(on_device[key]))
+            for key, tensor in inputs.items()
+        )
 
     def _guarded(
         self, backend: Backend, case: Case, inputs: Mapping[str, Tensor], options: Mapping[str, str], buffers: Buffers
@@ -137,17 +145,3 @@ def _problem(parts: Any) -> str | None:
         if reason:
             return f"run() returned {name}, which {reason}"
     return None
-
-
-def _surroundings(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Hashes of the whole storage of each input that is a view of something larger: a write beside it counts too."""
-    views = {
-        key: storage_bytes(tensor).cpu()
-        for key, tensor in tensors.items()
-        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    }
-    return {key: sha256_of({key: whole}) for key, whole in views.items()}
-
-
-def _same(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
-    return dict(before) == dict(after)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conformance import process_watch as watch
+from conformance.discover import devices
 from conformance.launch import BackendSource, environment
 from conformance.messages import CallReply, Wire
 from conformance.process import JudgeFailed, Worker, WorkerFailed
@@ -21,6 +22,7 @@ from conformance.process import JudgeFailed, Worker, WorkerFailed
 PLUGINS = Path(__file__).with_name("plugins")
 CASE = "ue8m0 nearest v=1 from=scale n=64 values=wide seed=5"
 OTHER = "ue8m0 nearest v=1 from=scale n=33 values=boundary seed=6"
+VIEW = "quantize mxfp8 v=1 block=1x32 dtype=bf16 k=64 m=3 scale=ceil stride=offset values=normal seed=7"
 RECIPE = {"source": "a test"}
 DEADLINE = 30.0
 LIMIT = 700 * 2**20
@@ -215,6 +217,12 @@ def test_inputs_that_are_written_are_reported_and_made_anew(hostile: Worker):
     assert before.input_sha256 == reply.input_sha256
 
 
+def test_a_write_beside_a_view_counts_as_one_to_the_input(hostile: Worker):
+    assert not call(hostile, "untouched", case=VIEW).inputs_changed
+    reply = call(hostile, "write_before_a_view", case=VIEW)
+    assert (reply.status, reply.inputs_changed) == ("ok", True)
+
+
 def test_another_default_dtype_does_not_reach_the_next_inputs(hostile: Worker):
     before = call(hostile, "zeros", case=OTHER)
     call(hostile, "other_default_dtype")
@@ -245,6 +253,37 @@ def test_outputs_of_the_wrong_form_are_wrong(hostile: Worker, oracle: Worker, de
     assert [(part["part"], part["verdict"]) for part in judged.parts] == [part[:2] for part in parts]
     for part, (_, _, message) in zip(judged.parts, parts, strict=True):
         assert part["message"].startswith(message)
+
+
+def on_cuda(worker: Worker, deed: str, deadline: float = 60.0) -> CallReply:
+    worker.describe()
+    return call(worker, deed, deadline=deadline)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(devices() == ["cpu"], reason="no CUDA device")
+def test_a_device_s_faults_cost_one_reply_each():
+    with Worker(plugin(PLUGINS / "hostile.py"), "cuda:0") as worker:
+        (description, *_) = worker.describe()
+        assert description.sm.isdecimal()
+        assert {"cuda", "driver"} <= set(description.libraries)
+        assert_still_works(worker)
+        pid = worker.pid
+        reply = on_cuda(worker, "device_hog")
+        assert (reply.status, worker.pid) == ("oom", pid)
+        assert_still_works(worker)
+        reply = on_cuda(worker, "context_lost")
+        assert reply.status == "crash"
+        assert_matches(r"device context lost: \w+: CUDA error: device-side assert", reply.message)
+        assert worker.pid is None
+        assert_still_works(worker)
+        reply = on_cuda(worker, "device_spin", deadline=1.0)
+        assert reply.status == "hang"
+        assert_matches(r"no answer within 1 s, in synchronize \(", reply.message)
+        assert_still_works(worker)
+        assert on_cuda(worker, "write_inputs").inputs_changed
+        assert on_cuda(worker, "write_beside").message.startswith("wrote outside the buffer of scales")
+        assert_still_works(worker)
 
 
 # When even the parent's side goes wrong
@@ -313,6 +352,7 @@ def test_closing_from_another_thread_ends_a_call(tmp_path: Path):
 PARENT = """
 import sys
 from pathlib import Path
+from conformance.discover import devices
 from conformance.launch import BackendSource
 from conformance.process import Worker
 assert "torch" not in sys.modules and "numpy" not in sys.modules

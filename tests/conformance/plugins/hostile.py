@@ -161,9 +161,15 @@ def write_inputs(x, out):
 
 def write_beside(x, out):
     flat = out["scales"]
-    whole = torch.empty(0, dtype=torch.uint8).set_(flat.untyped_storage())
+    whole = torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage())
     whole[flat.storage_offset() + flat.numel()] = 1
     return zeros(x, out)
+
+
+def write_before_a_view(x, out):
+    """The input itself stays as it is; the storage in front of it does not."""
+    torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())[: x.storage_offset()] += 1
+    return out
 
 
 def wrong_shape(x, out):
@@ -223,6 +229,23 @@ def other_default_dtype(x, out):
     return zeros(x, out)
 
 
+def context_lost(x, out):
+    """An index out of range, which a CUDA kernel asserts on: nothing runs in this process's context afterwards."""
+    return {"scales": zeros(x, out)["scales"][torch.full_like(x, 10**9, dtype=torch.int64)]}
+
+
+def device_hog(x, out):
+    held = []
+    while True:
+        held.append(torch.empty(2**32, dtype=torch.uint8, device=x.device))
+
+
+def device_spin(x, out):
+    """The host comes back at once; the device does not."""
+    torch.cuda._sleep(2**40)
+    return zeros(x, out)
+
+
 DEEDS = (
     zeros,
     segfault,
@@ -259,6 +282,10 @@ DEEDS = (
     unprintable,
     verbose,
     other_default_dtype,
+    context_lost,
+    device_hog,
+    device_spin,
+    write_before_a_view,
 )
 
 
