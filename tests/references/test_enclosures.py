@@ -346,3 +346,36 @@ def test_inputs_are_exact_or_refused() -> None:
         Enclosure(torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="shapes"):
         Enclosure(tensor(1), tensor(1, 2))
+
+
+def results(lo: torch.Tensor, hi: torch.Tensor) -> list[torch.Tensor]:
+    box, other = Enclosure(lo, hi), Enclosure(lo.flip(0), hi.flip(0))
+    boxes = [box + other, box - other, box * other, box.scaled(-700), box.scaled(900), box.abs(), box.amax(0)]
+    boxes += [
+        box.to_dtype(torch.float16),
+        box.to_dtype(torch.float32),
+        Enclosure(lo.view(64, -1), hi.view(64, -1)).sum(1),
+    ]
+    return [end for item in boxes for end in (item.lo, item.hi)] + [box.headroom(lo), box.radius, box.centre, box.width]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_equals_cpu() -> None:
+    """Bit for bit on random bits, so that no kernel contracts, flushes or rounds differently."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (2, 4096), generator=generator).view(torch.float64)
+    lo, hi = torch.minimum(words[0], words[1]), torch.maximum(words[0], words[1])
+    for here, there in zip(results(lo, hi), results(lo.cuda(), hi.cuda()), strict=True):
+        assert torch.equal(here.nan_to_num(0.125), there.cpu().nan_to_num(0.125))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_matmul_agrees_with_tight_dots() -> None:
+    a = torch.randn(32, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fast = matmul(Enclosure.from_value(a.cuda()), Enclosure.from_value(a.T.contiguous().cuda()))
+    wide = a[:, None].expand(32, 32, 512)
+    tight = Enclosure.from_value(wide).dot(Enclosure.from_value(wide.transpose(0, 1)))
+    assert (fast.lo.cpu() <= tight.hi).all()
+    assert (tight.lo <= fast.hi.cpu()).all()

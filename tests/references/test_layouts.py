@@ -158,3 +158,15 @@ def test_interleave_is_what_flashinfer_reads(rows: int, cols: int) -> None:
     gemm = pytest.importorskip("flashinfer.trace.templates.gemm")
     scales = plain_bits("interleave_128x4", rows, cols)
     assert torch.equal(gemm._unswizzle_sf_128x4(layouts.pack(scales, "interleave_128x4"), rows, cols), scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_cuda_equals_cpu(layout: str) -> None:
+    scales = plain_bits(layout, 301, 13)
+    packed = layouts.pack(scales.cuda(), layout)
+    assert torch.equal(bits(packed).cpu(), bits(layouts.pack(scales, layout)))
+    assert torch.equal(bits(layouts.unpack(packed, layout, 301, 13)).cpu(), bits(scales))
+    mask = layouts.padding_mask(layout, 301, 13)
+    assert torch.equal(layouts.padding_mask(layout, 301, 13, "cuda").cpu(), mask)

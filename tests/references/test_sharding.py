@@ -189,3 +189,16 @@ def test_wrong_arguments_are_named() -> None:
         even_cuts(8, 0)
     with pytest.raises(ValueError, match="7 rows have no halves"):
         gated_cuts(7, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_cuda_equals_cpu(dim: int) -> None:
+    payload, scales = whole(384, 300, (128, 128))
+    cuts = even_cuts((384, 300)[dim], 5)
+    here = shard(payload, scales, block=(128, 128), cuts=cuts, dim=dim)
+    there = shard(payload.cuda(), scales.cuda(), block=(128, 128), cuts=cuts, dim=dim)
+    for ours, theirs in zip(here, there, strict=True):
+        assert torch.equal(ours.payload, theirs.payload.cpu())
+        assert torch.equal(ours.element_scales(), theirs.element_scales().cpu())
