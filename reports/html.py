@@ -59,10 +59,13 @@ def render(summary: Summary) -> str:
         lines=[
             item
             for item in rest
-            if not item.startswith(("Known to fail: ", "Did not run: ", "Problem: ", "The run stopped"))
+            if not item.startswith(
+                ("Known to fail: ", "Did not run: ", "Ran in part: ", "Problem: ", "The run stopped")
+            )
         ],
         stopped="" if summary.complete else stop_line(summary),
         tiles=tiles,
+        absent=tables.absent(summary),
         not_run=[name for name, _ in summary.not_run],
         unclaimed_calls=summary.counts[UNSUPPORTED],
         summary=summary,

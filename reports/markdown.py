@@ -155,8 +155,9 @@ def _known(summary: Summary) -> list[str]:
 
 def _absent(summary: Summary) -> list[str]:
     said: list[str] = []
-    if summary.not_run:
-        cells = [(plain(name), plain(reason)) for name, reason in summary.not_run]
+    absent = tables.absent(summary)
+    if absent:
+        cells = [(plain(name), plain(reason)) for name, reason in absent]
         said += ["## Did not run", "", *table(("what", "why"), cells), ""]
     rows = tables.unclaimed(summary)
     if rows:

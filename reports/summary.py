@@ -31,7 +31,8 @@ class Summary:
     """A run, summarised. groups: failing ones first, then known failures, then the rest; `judged` ones only.
 
     unclaimed: all groups with unsupported calls, judged or not. problems: one line each, each turns the run red.
-    cases: distinct ones that were called. reached: those and the ones that nobody claims. planned: as the run says.
+    not_run, left_out: (what, why), wholly and in part. cases: distinct ones that were called. reached: those and the
+    ones that nobody claims. planned: as the run says.
     """
 
     run: Mapping[str, Any]
@@ -41,6 +42,7 @@ class Summary:
     known: tuple[Known, ...]
     problems: tuple[str, ...]
     not_run: tuple[tuple[str, str], ...]
+    left_out: tuple[tuple[str, str], ...]
     counts: Counter[str]
     failing: Counter[str]
     cases: int
@@ -107,6 +109,7 @@ def summarise(records: Iterable[Record], run: Mapping[str, Any]) -> Summary:
         known=known,
         problems=_problems(run, known),
         not_run=tuple(sorted(_not_run(run))),
+        left_out=tuple(sorted(_left_out(run))),
         counts=Counter(call.status for call in calls),
         failing=Counter(call.lead.verdict for call in calls if call.status == FAIL),
         cases=len({call.lead.case for call in calls if call.status != UNSUPPORTED}),
@@ -137,13 +140,13 @@ def lines(summary: Summary) -> list[str]:
     )
     if summary.counts[UNSUPPORTED]:
         said[-1] += f" {text.plural(summary.counts[UNSUPPORTED], 'call was', 'calls were')} not made: not claimed."
-    backends = ran_on(summary)
-    if backends:
-        said.append(f"On {'; '.join(backends)}.")
+    said += [f"On {item}" for item in ran_on(summary)]
     for entry in summary.known:
         said.append(known_line(entry))
     for name, reason in summary.not_run:
         said.append(f"Did not run: {name}: {reason}")
+    for name, reason in summary.left_out:
+        said.append(f"Ran in part: {name}: {reason}")
     return said
 
 
@@ -182,12 +185,12 @@ def known_line(entry: Known) -> str:
 
 
 def ran_on(summary: Summary) -> list[str]:
-    """The backends that ran, each with its version and devices."""
-    found: dict[tuple[str, str], dict[str, None]] = {}
-    for group in sorted(summary.groups, key=lambda group: (group.backend, group.version, group.device)):
-        shown = text.device(text.line(group.device), text.line(group.sm), summary.models.get(group.device, ""))
-        found.setdefault((text.line(group.backend), text.line(group.version)), {})[shown] = None
-    return [f"{name} {version}".strip() + f" on {', '.join(devices)}" for (name, version), devices in found.items()]
+    """The devices that were used, each with its backends and their versions."""
+    found: dict[str, dict[str, None]] = {}
+    for group in sorted(summary.groups, key=lambda group: (group.device, group.backend, group.version)):
+        device = text.device(text.line(group.device), text.line(group.sm), summary.models.get(group.device, ""))
+        found.setdefault(device, {})[f"{text.line(group.backend)} {text.line(group.version)}".strip()] = None
+    return [f"{device}: {', '.join(names)}" for device, names in found.items()]
 
 
 def _group(calls: Sequence[Call], entries: Sequence[Mapping[str, Any]]) -> Group:
@@ -254,15 +257,19 @@ def _problems(run: Mapping[str, Any], known: Sequence[Known]) -> tuple[str, ...]
     return tuple(said)
 
 
-def _not_run(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    def name(entry: Mapping[str, Any]) -> str:
-        return " on ".join(text.line(entry[key]) for key in ("backend", "device") if entry.get(key)) or "something"
+def _place(entry: Mapping[str, Any]) -> str:
+    return " on ".join(text.line(entry[key]) for key in ("backend", "device") if entry.get(key)) or "something"
 
+
+def _not_run(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for entry in _mappings(run.get("not_run")):
-        yield name(entry), text.line(entry.get("reason")) or "no reason recorded"
+        yield _place(entry), text.line(entry.get("reason")) or "no reason recorded"
+
+
+def _left_out(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for entry in _mappings(run.get("left_out")):
-        if isinstance(entry.get("cases"), int):
+        if isinstance(entry.get("cases"), int) and entry["cases"]:
             yield (
-                name(entry),
+                _place(entry),
                 f"{text.plural(entry['cases'], 'case')} of the plan left out, beyond the share it asks for",
             )

@@ -264,6 +264,11 @@ def _known(entry: Known, plugins: Sequence[str]) -> KnownRow:
     )
 
 
+def absent(summary: Summary) -> list[tuple[str, str]]:
+    """(what, why) of all that did not run, wholly or in part."""
+    return [*summary.not_run, *((f"{name} (in part)", reason) for name, reason in summary.left_out)]
+
+
 def unclaimed(summary: Summary) -> list[UnclaimedRow]:
     """What was not called because no claim covers it, by backend, device and operation."""
     merged: dict[tuple[str, str, str], list[Group]] = {}

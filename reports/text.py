@@ -18,7 +18,7 @@ _HOSTILE = re.compile(
 )
 _ISSUE = re.compile(r"([A-Za-z0-9][A-Za-z0-9-]*/[A-Za-z0-9._-]+)#([0-9]+)\Z")
 _URL = re.compile(r"https?://[^\s<>\"'`\\]+\Z")
-_NUMBER = re.compile(r"0x[0-9A-Fa-f]+|[0-9][0-9_,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
+_NUMBER = re.compile(r"0x[0-9A-Fa-f]+|-?[0-9][0-9_,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
 _GIVEN = re.compile(r"\b([a-z_]+)=[^\s,;]+")
 
 
@@ -110,8 +110,8 @@ def link(issue: object) -> str:
 
 
 def alike(message: str) -> str:
-    """A message without its numbers, to count messages that differ in nothing else."""
-    return _NUMBER.sub("N", line(message, 1000))[:300]
+    """A message without its numbers and its first example, to count messages that differ in nothing else."""
+    return _NUMBER.sub("N", line(message, 1000).split("; first at ", 1)[0])[:300]
 
 
 def valueless(reason: str) -> str:

@@ -132,7 +132,8 @@ def test_headline_of_a_failing_run(records, run):
         "NOT CONFORMANT: 2 unexplained failures (1 crash, 1 wrong)",
         "Ran 5 cases in 6 calls: 3 passed, 1 failed as known, 2 failed unexplained."
         " 2 calls were not made: not claimed.",
-        "On alpha 1.0 on cpu; beta 1.0 on cuda:0 (GPU 9000, sm90).",
+        "On cpu: alpha 1.0",
+        "On cuda:0 (GPU 9000, sm90): beta 1.0",
         "Known to fail: L1: 1 call of alpha: takes log2 (owner/repo#12)",
         "Did not run: gamma on cuda:0: no module named gamma",
     ]
@@ -151,7 +152,7 @@ def test_headline_of_a_run_that_stopped(make):
 
 def test_what_a_slow_backend_leaves_out_is_told(make):
     run = {"left_out": [{"backend": "slow", "device": "cpu", "cases": 40}]}
-    assert "Did not run: slow on cpu: 40 cases of the plan left out, beyond the share it asks for" in headline(
+    assert "Ran in part: slow on cpu: 40 cases of the plan left out, beyond the share it asks for" in headline(
         [make()], run
     )
 

@@ -86,6 +86,8 @@ def test_alike_forgets_numbers_only():
     assert text.alike("3 of 4,096 outside: [3, 17] is 0x7F, not 1.5e-3") == text.alike(
         "7 of 12 outside: [0, 2] is 0x01, not 2"
     )
+    assert text.alike("3 outside; first at [1]: 0x7f (nan)") == text.alike("4 outside; first at [2]: -0.5")
+    assert text.alike("is 2^-149") == text.alike("is 2^127")
     assert text.alike("scales 3") != text.alike("payload 3")
 
 
