@@ -111,6 +111,7 @@ def codes_verdict(
     judgement: Judgement,
     *,
     kinds: Tensor,
+    classes: tuple[str, ...] = CLASSES,
     show_actual: Callable[[tuple[int, ...]], str],
     show: Callable[[int], str],
     source: Callable[[tuple[int, ...]], str],
@@ -135,6 +136,7 @@ def codes_verdict(
         headroom=judgement.headroom,
         equal=actual.to(torch.int32) == codes.nominal.to(torch.int32),
         kinds=kinds,
+        classes=classes,
         example=example,
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.operations.base import OutputSpec, PartVerdict
-from conformance.operations.judging import classify, codes_verdict, show_float, show_ue8m0
+from conformance.operations.judging import CLASSES, classify, codes_verdict, show_float, show_ue8m0
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references import ue8m0
@@ -51,13 +51,16 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     """Membership of every code."""
     x, actual = inputs["x"], outputs["scales"].to(torch.int16)
     codes = admissible(case, x, recipe.only(open_choices(case.variant)))
+    kinds = classify(x)
+    kinds[(x < 0) & (kinds != CLASSES.index("nan"))] = len(CLASSES)
     return [
         codes_verdict(
             "scales",
             actual,
             codes,
             judge_codes(actual, codes),
-            kinds=classify(x),
+            kinds=kinds,
+            classes=(*CLASSES, "negative"),
             show_actual=lambda index: show_ue8m0(int(actual[index])),
             show=show_ue8m0,
             source=lambda index: show_float(float(x[index])),
