@@ -130,15 +130,15 @@ class TritonBackend:
 
     def _quantize_e4m3(self, x: Tensor, block: tuple[int, int], policy: str, out: Out) -> Parts:
         (rows, group), (m, k) = block, x.shape
-        square = rows > 1
-        tile = rows if square else self._tile_rows
-        scale_shape = (triton.cdiv(m, rows), triton.cdiv(k, group))
-        scales = _buffer(out, "scales", scale_shape, torch.float32 if policy == "fp32" else torch.uint8, x)
+        grid = (triton.cdiv(m, rows), triton.cdiv(k, group))
+        scales = _buffer(out, "scales", grid, torch.float32 if policy == "fp32" else torch.uint8, x)
         payload = _buffer(out, "payload", (m, k), torch.uint8, x)
-        kernels.quantize_e4m3_kernel[(triton.cdiv(m, tile), scale_shape[1])](
-            x, payload, scales, m, k, *x.stride(), scale_shape[1], AMAX_FLOOR,
-            POLICY=policy, SQUARE=square, TILE_M=tile, GROUP=group,
-        )  # fmt: skip
+        arguments = (x, payload, scales, m, k, *x.stride(), grid[1], AMAX_FLOOR)
+        tile = {"POLICY": policy, "TILE_M": self._tile_rows, "GROUP": group}
+        if rows == 1:
+            kernels.quantize_e4m3_kernel[(triton.cdiv(m, self._tile_rows), grid[1])](*arguments, **tile)
+        else:
+            kernels.quantize_e4m3_square_kernel[grid](*arguments, BLOCK_M=rows, **tile)
         return {"scales": scales, "payload": payload}
 
     def _quantize_e2m1(self, x: Tensor, group: int, policy: str, global_scale: Tensor, out: Out) -> Parts:

@@ -54,7 +54,16 @@ class TorchBackend:
         if self._via == "bf16":
             return [requantize]
         return [
-            Claim(operation="ue8m0", variant="nearest", source=f"Tensor.to(torch.float8_e8m0fnu): {CASTS}"),
+            # torch has one cast to UE8M0, whichever policy a checkpoint asks for.
+            *(
+                Claim(
+                    operation="ue8m0",
+                    variant=policy,
+                    source=f"Tensor.to(torch.float8_e8m0fnu): {CASTS}",
+                    where={"from": ("scale",)},
+                )
+                for policy in ("nearest", "ceil", "floor")
+            ),
             *(
                 Claim(
                     operation="quantize",
