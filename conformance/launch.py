@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,13 +67,15 @@ def command(python: str, config: Mapping[str, Any]) -> list[str]:
     return [python, "-I", "-u", str(boot), json.dumps(config, separators=(",", ":"))]
 
 
-def environment(base: Mapping[str, str], threads: int | None) -> dict[str, str]:
+def environment(base: Mapping[str, str], python: str, threads: int | None) -> dict[str, str]:
     """A worker's environment variables.
 
     base: usually ``os.environ``; loses its ``PYTHON*`` variables, keeps all else (``CUDA_VISIBLE_DEVICES`` included).
+    python: its folder comes first on ``PATH``, for the tools that live beside an interpreter (a JIT's ninja, say).
     threads: limit for OpenMP, MKL and OpenBLAS; None leaves them alone.
     """
     kept = {key: value for key, value in base.items() if not key.startswith("PYTHON")}
+    kept["PATH"] = os.pathsep.join(filter(None, (str(Path(python).parent), base.get("PATH", os.defpath))))
     if threads is not None:
         kept |= dict.fromkeys(THREAD_VARIABLES, str(threads))
     return kept
@@ -103,11 +104,11 @@ def spawn(
         "parent": os.getpid(),
     }
     return subprocess.Popen(
-        command(python or sys.executable, config),
+        command(python, config),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=environment(os.environ, threads),
+        env=environment(os.environ, python, threads),
         pass_fds=(descriptor,),
         start_new_session=True,
     )

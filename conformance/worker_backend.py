@@ -94,6 +94,8 @@ class Callee:
     ) -> tuple[CallReply, tuple[Wire, ...]]:
         started = time.perf_counter()
         try:
+            self._synchronise()
+            started = time.perf_counter()
             with torch.no_grad():
                 parts = backend.run(backend.prepare(case, inputs, options), dict(buffers.out))
             self._synchronise()

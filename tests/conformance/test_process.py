@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conformance import process_watch as watch
-from conformance.discover import devices
+from conformance.discover import devices, plugin_source
 from conformance.launch import BackendSource, environment
 from conformance.messages import CallReply, Wire
 from conformance.process import JudgeFailed, Worker, WorkerFailed
@@ -106,10 +106,14 @@ def test_the_worker_is_isolated_and_shielded(good: Worker):
     assert (proc / "fd/1").readlink() == (proc / "fd/2").readlink() == good.log
 
 
-def test_only_thread_limits_and_python_variables_differ():
-    base = {"PYTHONPATH": "/x", "PYTHONHASHSEED": "1", "CUDA_VISIBLE_DEVICES": "3", "OMP_NUM_THREADS": "8"}
-    assert environment(base, None) == {"CUDA_VISIBLE_DEVICES": "3", "OMP_NUM_THREADS": "8"}
-    limited = environment(base, 2)
+def test_a_worker_needs_and_sees_little(hostile: Worker):
+    assert call(hostile, "look_around").message == "nothing but torch and numpy"
+
+
+def test_an_environment_differs_in_path_thread_limits_and_python_variables_only():
+    base = {"PATH": "/bin", "PYTHONPATH": "/x", "PYTHONHASHSEED": "1", "CUDA_VISIBLE_DEVICES": "3"}
+    assert environment(base, "/v/bin/python", None) == {"PATH": "/v/bin:/bin", "CUDA_VISIBLE_DEVICES": "3"}
+    limited = environment({**base, "OMP_NUM_THREADS": "8"}, "/v/bin/python", 2)
     assert (limited["OMP_NUM_THREADS"], limited["MKL_NUM_THREADS"], limited["CUDA_VISIBLE_DEVICES"]) == ("2", "2", "3")
 
 
@@ -322,6 +326,14 @@ def test_a_plugin_that_fails_at_import_fails_in_one_line(tmp_path: Path, text: s
     assert_matches(words, str(failure.value))
 
 
+def test_a_plugin_module_outside_site_packages_is_importable_in_the_worker(tmp_path: Path):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/good.py").write_text((PLUGINS / "good.py").read_text())
+    (tmp_path / "ours/mine.py").write_text("from .good import backends\nfrom ours.good import SOURCE\n")
+    with Worker(plugin_source("ours.mine", folder=tmp_path)) as worker:
+        assert [description.backend for description in worker.describe()] == ["good"]
+
+
 def test_an_interpreter_without_torch_fails_in_one_line(tmp_path: Path):
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys._base_executable} -S "$@"\n')
     (tmp_path / "python").chmod(0o755)
@@ -347,6 +359,27 @@ def test_closing_from_another_thread_ends_a_call(tmp_path: Path):
     assert [(reply.status, reply.message) for reply in replies] == [("crash", "the worker was closed")]
     with pytest.raises(WorkerFailed, match="closed"):
         call(worker, "zeros")
+
+
+class TooLateError(Exception):
+    pass
+
+
+def test_an_interrupted_request_leaves_no_process(hostile: Worker):
+    def interrupt(number: int, frame: object) -> None:
+        raise TooLateError
+
+    hostile.describe()
+    pid = hostile.pid
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TooLateError):
+            call(hostile, "sleep")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert hostile.pid is None
+    assert watch.resident_bytes(pid) == 0
 
 
 PARENT = """

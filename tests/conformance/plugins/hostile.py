@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import signal
 import stat
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 
@@ -212,6 +214,15 @@ def refuse(x, out):
     raise Unsupported("not on a Tuesday")
 
 
+def look_around(x, out):
+    """Not hostile: says what a worker has that a foreign interpreter may lack, or should not see."""
+    foreign = {"hypothesis", "pandas", "pyarrow", "typer", "rich", "jinja2", "matplotlib", "pytest", "packaging"}
+    seen = sorted(foreign & set(sys.modules))
+    seen += [name for name in ("tests", "noxfile", "good") if importlib.util.find_spec(name)]
+    seen += [path for path in sys.path if path in ("", str(Path.cwd()))]
+    raise Unsupported(" ".join(seen) or "nothing but torch and numpy")
+
+
 def unprintable(x, out):
     class MuteError(Exception):
         def __str__(self):
@@ -279,6 +290,7 @@ DEEDS = (
     sparse,
     float8,
     refuse,
+    look_around,
     unprintable,
     verbose,
     other_default_dtype,
