@@ -33,6 +33,8 @@ SEED = 20261130
 """The seed of a plan unless another is given: the same on every machine and day."""
 MEMORY_LIMIT = "8GiB"
 DEADLINE = "30s"
+WIDTH = 160
+"""Columns of a table where the output is no terminal."""
 
 app = typer.Typer(
     add_completion=False,
@@ -146,7 +148,7 @@ def backends(
     """List every backend with its version, device, claims and recipes, or why it does not run."""
     from conformance import listing
 
-    listing.show(tuple(device or ()), tuple(plugin or ()), _cpus(), Console())
+    listing.show(tuple(device or ()), tuple(plugin or ()), _cpus(), _wide_console())
     return 0
 
 
@@ -166,6 +168,12 @@ def report(directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --
     for line in (*headline(records, described), *map(str, paths.values())):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _wide_console() -> Console:
+    """For tables: a terminal's own width, else room for every column."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
 def _parsed(option: str, parse: Callable[[str], Any], text: str) -> Any:

@@ -273,7 +273,8 @@ class Engine:
             work()
         except BaseException as error:
             with self._mutex:
-                self._failure = self._failure or error
+                if not self.interrupted:  # else a worker that was just starting says that it was closed
+                    self._failure = self._failure or error
             self._stop.set()
 
     def settle(self, target: Target, records: Sequence[Record]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -30,17 +31,20 @@ def _table(item: Found) -> Table:
     device = " ".join(word for word in (about.device, about.device_name, about.sm and f"sm{about.sm}") if word)
     pace = f", {about.pace:.0%} of a plan" if about.pace < 1 else ""
     table = Table(
-        title=f"{about.backend} {about.version} on {device}{pace}\n{item.source.label}; {about.interpreter}",
+        title=f"{about.backend} {about.version} on {device}{pace}; {item.source.label}; {about.interpreter}",
         title_justify="left",
         title_style="bold",
-        expand=False,
+        box=SIMPLE_HEAD,
     )
-    for name in ("operation", "variant", "claim", "recipe", "source"):
+    for name in ("operation", "variants", "claim", "recipe", "source"):
         table.add_column(name, overflow="fold")
+    rows: dict[tuple[str, ...], list[str]] = {}
     for claimed in about.claims:
-        claim = claimed.claim
-        source = claimed.recipe.get("source") or claim["source"]
-        table.add_row(claim["operation"], claim["variant"], claimed.claim_text, claimed.recipe_text, source)
+        source = claimed.recipe.get("source") or claimed.claim["source"]
+        key = (claimed.claim["operation"], claimed.claim_text, claimed.recipe_text, source)
+        rows.setdefault(key, []).append(claimed.claim["variant"])
+    for (operation, claim, recipe, source), variants in rows.items():
+        table.add_row(operation, ", ".join(variants), claim, recipe, source)
     return table
 
 
