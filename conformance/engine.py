@@ -20,7 +20,7 @@ from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Any, Protocol
 
 from conformance import verdicts
-from conformance.journal import Journal, Key
+from conformance.journal import Key
 from conformance.ledger import Ledger
 from conformance.messages import CallReply, Claimed, Description, JudgeReply, Wire
 from conformance.process import WorkerFailed
@@ -56,15 +56,27 @@ class OracleWorker(Protocol):
         """End the process."""
 
 
+class Book(Protocol):
+    """The part of ``journal.Journal`` that the engine writes to, from several threads."""
+
+    def launching(self, key: Key) -> None:
+        """A worker is about to run this case."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """The records of one case."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """A backend on a device.
 
-    start: a new worker. options: call options, which are part of a record's identity. ledger: the entries that apply.
+    start: a worker, new unless ``before`` says how many cases it has run. options: call options, which are part of a
+    record's identity. ledger: the entries that apply.
     """
 
     description: Description
     start: Callable[[], BackendWorker]
+    before: Callable[[], int] = lambda: 0
     options: Mapping[str, str] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -197,7 +209,7 @@ class Engine:
     """One run. Make it, call `run` once; the records are in the journal."""
 
     def __init__(
-        self, run_id: str, targets: Sequence[Target], oracles: Oracles, journal: Journal, limits: Limits, bar: Progress
+        self, run_id: str, targets: Sequence[Target], oracles: Oracles, journal: Book, limits: Limits, bar: Progress
     ) -> None:
         self.run_id, self._targets, self._oracles, self.journal = run_id, targets, oracles, journal
         self.limits, self._progress = limits, bar
@@ -383,7 +395,7 @@ class _Driver:
 
         def call(poison: str) -> CallReply:
             if self._worker is None:
-                self._worker, self._before = target.start(), 0
+                self._worker, self._before = target.start(), target.before()
             options = {**target.options, "poison": poison}
             return self._worker.call(case.text, target.description.backend, options, deadline)
 

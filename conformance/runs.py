@@ -57,27 +57,44 @@ class Settings:
 
 def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     """Run and return the exit code. Raises `UsageError`, `JournalError` or `HarnessError`."""
+    asked = ask(settings)
+    out = OutDirectory(settings.out)
+    fleet = Fleet(settings.plugins, settings.out / journal.LOGS, settings.memory_limit)
+    try:
+        plan, targets, survey = prepare(settings, asked, ledger, fleet)
+        return _Run(settings, plan, targets, survey, out, console).execute(fleet.oracle)
+    finally:
+        fleet.close()
+        out.close()
+
+
+Asked = tuple[list[planning.Group], list[Case]]
+"""The groups that are asked for, and the cases that are given; without any, a plan is drawn."""
+
+
+def ask(settings: Settings) -> Asked:
+    """What the settings ask for. Raises `UsageError`."""
     chosen = planning.groups(settings.operations, settings.formats)
     given = [*planning.parse(settings.texts), *(planning.read(settings.plan) if settings.plan else [])]
     given = [case for case in given if (case.operation, case.variant) in chosen]
     if (settings.texts or settings.plan) and not given:
         raise UsageError("no case of the plan is of the operations and formats asked for")
-    out = OutDirectory(settings.out)
-    fleet = Fleet(settings.plugins, settings.out / journal.LOGS, settings.memory_limit)
-    try:
-        survey = fleet.survey(settings.backends, settings.devices, settings.limits.jobs)
-        descriptions = [item.description for item in survey.found]
-        plan = list(dict.fromkeys(given)) or planning.draw(chosen, descriptions, settings.seed, settings.cases)
-        groups = list(dict.fromkeys((case.operation, case.variant) for case in plan))
-        targets = [
-            Target(description=item.description, start=item.start, ledger=ledger.narrowed(item.description, groups))
-            for item in survey.found
-        ]
-        _check_something_runs(plan, targets, survey)
-        return _Run(settings, plan, targets, survey, out, console).execute(fleet.oracle)
-    finally:
-        fleet.close()
-        out.close()
+    return chosen, given
+
+
+def prepare(settings: Settings, asked: Asked, ledger: Ledger, fleet: Fleet) -> tuple[list[Case], list[Target], Survey]:
+    """The plan, and a target for each of the survey's finds. Raises `UsageError` where nothing would run."""
+    chosen, given = asked
+    survey = fleet.survey(settings.backends, settings.devices, settings.limits.jobs)
+    descriptions = [item.description for item in survey.found]
+    plan = list(dict.fromkeys(given)) or planning.draw(chosen, descriptions, settings.seed, settings.cases)
+    groups = list(dict.fromkeys((case.operation, case.variant) for case in plan))
+    targets = [
+        Target(description=item.description, start=item.start, ledger=ledger.narrowed(item.description, groups))
+        for item in survey.found
+    ]
+    _check_something_runs(plan, targets, survey)
+    return plan, targets, survey
 
 
 def _check_something_runs(plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> None:
@@ -162,26 +179,7 @@ class _Run:
         from reports.build import write_all
         from reports.summary import headline
 
-        problems = self._problems(records, result)
-        executed = any(record.verdict != "unsupported" for record in records)
-        unexplained = any(record.failing and not record.ledger_id for record in records)
-        code = FAILED if problems or unexplained else OK if executed else USAGE
-        if result.stopped == "interrupted":
-            code = INTERRUPTED
-        self._description |= {
-            "complete": result.complete,
-            "stopped": result.stopped,
-            "pairs": {"planned": result.planned, "settled": result.settled},
-            "left_out": [{"backend": name, "device": on, "cases": n} for (name, on), n in result.left_out.items()],
-            "problems": problems,
-            "exit_code": code,
-            "ended": _now(),
-        }
-        for entry in self._description["ledger"]:
-            its = [item for item in records if (item.case, item.backend) == (entry["witness"], entry["backend"])]
-            entry["witness_verdict"] = next(
-                (item.verdict for item in its if item.failing), its[0].verdict if its else ""
-            )
+        self._description = concluded(self._description, self._targets, records, result)
         paths = write_all(self._out.path, records, self._description)
         for line in headline(records, self._description):
             self._say(line)
@@ -191,24 +189,55 @@ class _Run:
             self._say(line)
         for path in [self._out.path / journal.RECORDS, *paths.values()]:
             self._say(str(path))
-        if not executed:
+        code = int(self._description["exit_code"])
+        if not any(record.verdict != "unsupported" for record in records):
             raise UsageError("no case was executed")
         return code
 
-    def _problems(self, records: Sequence[Record], result: RunResult) -> list[str]:
-        lines: list[str] = []
-        for target in self._targets:
-            description = target.description
-            mine = [
-                item for item in records if (item.backend, item.device) == (description.backend, description.device)
-            ]
-            reached = {item.case for item in mine}
-            entries = [entry for entry in target.ledger.entries if result.complete or entry.witness in reached]
-            lines += Ledger(tuple(entries)).problems(mine)
-        return list(dict.fromkeys(lines))
-
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def concluded(
+    description: Mapping[str, Any], targets: Sequence[Target], records: Sequence[Record], result: RunResult
+) -> dict[str, Any]:
+    """The contents of run.json after the run, the exit code included.
+
+    description: as `describe_run` gave it. targets: with the ledger's entries that the run was to prove.
+    """
+    problems = _problems(targets, records, result)
+    executed = any(record.verdict != "unsupported" for record in records)
+    unexplained = any(record.failing and not record.ledger_id for record in records)
+    code = FAILED if problems or unexplained else OK if executed else USAGE
+    if result.stopped == "interrupted":
+        code = INTERRUPTED
+    return {
+        **description,
+        "complete": result.complete,
+        "stopped": result.stopped,
+        "pairs": {"planned": result.planned, "settled": result.settled},
+        "left_out": [{"backend": name, "device": on, "cases": n} for (name, on), n in result.left_out.items()],
+        "problems": problems,
+        "exit_code": code,
+        "ended": _now(),
+        "ledger": [{**entry, "witness_verdict": _witness_verdict(entry, records)} for entry in description["ledger"]],
+    }
+
+
+def _problems(targets: Sequence[Target], records: Sequence[Record], result: RunResult) -> list[str]:
+    lines: list[str] = []
+    for target in targets:
+        description = target.description
+        mine = [item for item in records if (item.backend, item.device) == (description.backend, description.device)]
+        reached = {item.case for item in mine}
+        entries = [entry for entry in target.ledger.entries if result.complete or entry.witness in reached]
+        lines += Ledger(tuple(entries)).problems(mine)
+    return list(dict.fromkeys(lines))
+
+
+def _witness_verdict(entry: Mapping[str, Any], records: Sequence[Record]) -> str:
+    its = [item for item in records if (item.case, item.backend) == (entry["witness"], entry["backend"])]
+    return next((item.verdict for item in its if item.failing), its[0].verdict if its else "")
 
 
 def failure_lines(records: Iterable[Record], plugins: tuple[str, ...]) -> Iterator[str]:
