@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from references.routing.rounding import to_bf16
+from references.routing.rounding import to_dtype
 
 
 def bf16_bits(weights: Tensor) -> Tensor:
     """The 16 bits of each weight rounded to BF16 (from FP32), as int32 0..65535; NaN is 0x7fc0."""
-    rounded = to_bf16(weights.to(torch.float64)).to(torch.float32)
+    rounded = to_dtype(weights.to(torch.float64), "bf16").to(torch.float32)
     bits = (rounded.view(torch.int32) >> 16) & 0xFFFF
     return torch.where(torch.isnan(rounded), 0x7FC0, bits)
 

@@ -1,6 +1,6 @@
 """The entry points: nominal answers, and judgements of ids and of weights, in chunks of tokens.
 
-Memory: a chunk holds `CHUNK_BYTES` of FP64 logits and about two dozen tensors of that size.
+Memory: about two dozen FP64 tensors the size of a chunk (see ``references.chunks``).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from references.chunks import row_pieces
 from references.routing import scores, ties
 from references.routing.methods import RoutingConfig
 from references.routing.recipe import RoutingRecipe
-from references.routing.rounding import to_dtype
+from references.routing.rounding import DTYPES, to_dtype
 from references.routing.scores import Interval
 from references.routing.selection import (
     dropped_at_zero_admissible,
+    fates,
     group_scores,
     grouped_admissible,
     ungrouped_admissible,
 )
-from references.routing.weights import Weights, enclose
+from references.routing.weights import Zeroed, enclose
 
-CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}
-"""FP64 bytes of logits in a chunk: small enough for a CPU's cache, large enough to fill a GPU."""
 BISECTIONS = 12
 """Headroom of a selection is found to within 2^-12."""
 
@@ -89,8 +89,7 @@ def nominal(logits: Tensor, bias: Tensor | None, config: RoutingConfig, recipe: 
     _check(logits, bias, config, recipe)
     parts = [_nominal(logits[rows], bias, config, recipe, rows.start) for rows in _chunks(logits)]
     ids, weights = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.weight_dtype]
-    return ids.to(torch.int32), weights.to(dtype)
+    return ids.to(torch.int32), weights.to(DTYPES[recipe.weight_dtype])
 
 
 def selection_admissible(
@@ -168,8 +167,9 @@ def choice_intervals(
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     tokens, experts = logits.shape
-    step = max(1, CHUNK_BYTES.get(logits.device.type, 2**26) // (8 * experts))
-    yield from (slice(start, min(start + step, tokens)) for start in range(0, max(tokens, 1), step))
+    # A tenth of a device piece keeps two dozen tensors below 1 GiB. No token is one empty chunk: answers keep a shape.
+    columns = experts if logits.device.type == "cpu" else 10 * experts
+    yield from row_pieces(tokens, columns, logits.device) if tokens else (slice(0, 0),)
 
 
 def _check(logits: Tensor, bias: Tensor | None, config: RoutingConfig, recipe: RoutingRecipe) -> None:
@@ -367,9 +367,8 @@ def _weights(
     start: int,
 ) -> WeightJudgement:
     x = logits.to(torch.float64)
-    routed = enclose(ids[:, : config.top_k].clamp(0, config.experts - 1), x, config, recipe)
-    if recipe.dropped_fill == "zero" and config.grouped:
-        routed = _with_dropped(routed, ids, logits, config, recipe)
+    picked = ids[:, : config.top_k].clamp(0, config.experts - 1)
+    routed = enclose(picked, x, config, recipe, _zeroed(picked, logits, config, recipe))
     shape = (len(ids), config.shared_experts)
     shared = torch.full(shape, _shared_weight(config, recipe), dtype=torch.float64, device=x.device)
     relative = 0.0 if recipe.scaling == "topk" or config.scaling_factor == 1.0 else 2 * recipe.division_error
@@ -403,13 +402,13 @@ def _weights(
     )
 
 
-def _with_dropped(
-    routed: Weights, ids: Tensor, logits: Tensor, config: RoutingConfig, recipe: RoutingRecipe
-) -> Weights:
-    """With dropped groups at 0.0 a dropped expert that fills up the selection weighs 0.0."""
+def _zeroed(ids: Tensor, logits: Tensor, config: RoutingConfig, recipe: RoutingRecipe) -> Zeroed | None:
+    """With dropped groups at 0.0, an expert of such a group that fills up the selection weighs 0.0."""
+    if recipe.dropped_fill == "minus_inf" or not config.grouped:
+        return None
     _, c = choice_intervals(logits, None, config, recipe)
-    picked = ids[:, : config.top_k].clamp(0, config.experts - 1)
-    mask = torch.zeros(logits.shape, dtype=torch.bool, device=ids.device).scatter(1, picked, True)
+    mask = torch.zeros(logits.shape, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
     filled = ~grouped_admissible(mask, c, config)[:, None]
-    lo = torch.where(filled, 0.0, routed.lo)
-    return Weights(lo, routed.nominal, routed.hi, routed.free, routed.nan_allowed, routed.stage_radii)
+    may, must = fates(c, config)
+    group = ids // config.group_size
+    return Zeroed(filled & may.gather(1, group), filled & must.gather(1, group))

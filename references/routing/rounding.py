@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from references.rounding import round_to
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 U32 = 2.0**-24
 """Unit roundoff of FP32."""
 TINY = 2.0**-126
@@ -33,19 +36,6 @@ def add_fp32(a: Tensor, b: Tensor) -> Tensor:
     return to_fp32(odd)
 
 
-def to_bf16(x: Tensor) -> Tensor:
-    """RN16(RN32(x)) in BF16 of FP64 values, as FP64: an FP32 result stored as BF16. NaN stays NaN."""
-    bits = x.to(torch.float32).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
-    signed = torch.where(rounded >= 2**31, rounded - 2**32, rounded).to(torch.int32)
-    return torch.where(torch.isnan(x), x, signed.view(torch.float32).to(torch.float64))
-
-
-def to_fp16(x: Tensor) -> Tensor:
-    """RN16(RN32(x)) in FP16 of FP64 values, as FP64; overflow to inf."""
-    return x.to(torch.float32).to(torch.float16).to(torch.float64)
-
-
 def to_dtype(x: Tensor, name: str) -> Tensor:
-    """`to_fp32`, `to_bf16` or `to_fp16` by name."""
-    return {"fp32": to_fp32, "bf16": to_bf16, "fp16": to_fp16}[name](x)
+    """RN(RN32(x)) of FP64 values, as FP64: an FP32 result stored as ``fp32``, ``bf16`` or ``fp16``."""
+    return to_fp32(x) if name == "fp32" else round_to(to_fp32(x), DTYPES[name])

@@ -11,9 +11,9 @@ sigmoid, tanh form. s = RN(0.5 t + 0.5), t = tanh(x/2)(1 + tau): absolute 0.5 |t
 softmax. t = RN(x - max), so exp(t) errs by eps(t) + u |t|, and below -87 by 2^-126 (subnormals may be flushed). The
     quotient adds delta. The sum in the denominator is common to all experts: it cannot change an order, so choice
     intervals leave it out (they are in units of exp(x - max)), and weights add it.
-sqrt(softplus). e = exp(x)(1 + eps), log1p(e): d ln(log1p e)/d ln(e) = e / ((1+e) log1p(e)) <= 1, so eps(x) + log_error
-    + u (the sum max(x, 0) + log1p(exp(-|x|)), or x itself above 20, whose error is 2^-33), absolute 2^-126; the square
-    root halves it and adds delta.
+sqrt(softplus). e = exp(x)(1 + eps), log1p(e): d ln(log1p e)/d ln(e) = e / ((1+e) log1p(e)) = sigmoid / softplus, so
+    eps(x) sigmoid / softplus + log_error + u, absolute 2^-126. max(x, 0) + log1p(exp(-|x|)) depends less on its exp,
+    and x itself above 20 errs by 2^-33. The square root halves all this and adds delta.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from references.routing.methods import Score
 from references.routing.recipe import RoutingRecipe
-from references.routing.rounding import SLACK, TINY, U32, add_fp32, to_bf16, to_fp32
+from references.routing.rounding import SLACK, TINY, U32, add_fp32, to_dtype, to_fp32
 
 GROWTH = 1.0 + 2.0**-10
 EXP_FLOOR = -1024.0
@@ -57,7 +57,7 @@ class Interval:
 
 def _relative(mid: Tensor, relative: Tensor | float, absolute: Tensor | float) -> Interval:
     """mid (nonnegative) widened by a relative and an absolute radius; never below 0."""
-    radius = mid * ((relative + SLACK) * GROWTH) + absolute
+    radius = (mid * (relative + SLACK) + absolute) * GROWTH
     return Interval((mid - radius).clamp_min(0.0), mid, mid + radius)
 
 
@@ -90,8 +90,9 @@ def softmax_choice(x: Tensor, recipe: RoutingRecipe) -> Interval:
 def sqrt_softplus(x: Tensor, recipe: RoutingRecipe) -> Interval:
     """sqrt(log(1 + exp(x))) of FP64 logits."""
     exact = x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))
-    error = recipe.exp_error + recipe.exp_slope * x.abs().clamp_max(-EXP_FLOOR) + recipe.log_error + U32
-    inner = _relative(exact, error, TINY)
+    condition = torch.where(exact > 0, torch.sigmoid(x) / exact, 1.0).nan_to_num(0.0)
+    error = recipe.exp_error + recipe.exp_slope * x.abs().clamp_max(-EXP_FLOOR)
+    inner = _relative(exact, condition * error + recipe.log_error + U32, TINY)
     factor = (recipe.division_error + SLACK) * GROWTH
     root = Interval(inner.lo.sqrt() * (1 - factor), exact.sqrt(), inner.hi.sqrt() * (1 + factor))
     infinite = torch.isinf(x) & (x > 0)
@@ -116,7 +117,7 @@ def effective_bias(bias: Tensor, recipe: RoutingRecipe) -> Tensor:
     wide = bias.to(torch.float64)
     if not bool(torch.isfinite(wide).all()):
         raise ValueError("routing: the bias is not finite")
-    return to_bf16(wide) if recipe.bias_dtype == "bf16" else wide
+    return to_dtype(wide, recipe.bias_dtype)
 
 
 def biased(s: Interval, bias: Tensor) -> Interval:

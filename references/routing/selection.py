@@ -92,3 +92,16 @@ def dropped_at_zero_admissible(mask: Tensor, c: Interval, config: RoutingConfig)
     return kept_set_exists(
         required, allowed, group_scores(c.lo, config), group_scores(inside, config), config.topk_group
     )
+
+
+def fates(c: Interval, config: RoutingConfig) -> tuple[Tensor, Tensor]:
+    """Groups that may be dropped and groups that must be, whatever is selected: two bool [tokens, groups].
+
+    A group may be dropped if at least topk_group others can reach its lowest score, and must be if as many beat its
+    highest.
+    """
+    lo, hi = group_scores(c.lo, config), group_scores(c.hi, config)
+    itself = torch.eye(config.n_group, dtype=torch.bool, device=lo.device)
+    rivals = ((hi[:, None, :] >= lo[:, :, None]) & ~itself).sum(2)
+    winners = ((lo[:, None, :] > hi[:, :, None]) & ~itself).sum(2)
+    return rivals >= config.topk_group, winners >= config.topk_group

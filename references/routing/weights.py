@@ -38,7 +38,24 @@ class Weights:
     stage_radii: dict[str, Tensor]
 
 
-def enclose(ids: Tensor, x: Tensor, config: RoutingConfig, recipe: RoutingRecipe) -> Weights:
+@dataclass(frozen=True)
+class Zeroed:
+    """Selected experts [tokens, top_k] whose score may have been, or has certainly been, replaced by 0.0."""
+
+    may: Tensor
+    must: Tensor
+
+    def apply(self, s: Interval) -> Interval:
+        """The interval of the scores that are left."""
+        gone = self.must
+        return Interval(
+            torch.where(self.may | gone, 0.0, s.lo), torch.where(gone, 0.0, s.mid), torch.where(gone, 0.0, s.hi)
+        )
+
+
+def enclose(
+    ids: Tensor, x: Tensor, config: RoutingConfig, recipe: RoutingRecipe, zeroed: Zeroed | None = None
+) -> Weights:
     """The weights of routed ids int64 [tokens, top_k], all within range, from FP64 logits [tokens, experts]."""
     picked = x.gather(1, ids)
     free = _free(picked, x, config)
@@ -46,7 +63,7 @@ def enclose(ids: Tensor, x: Tensor, config: RoutingConfig, recipe: RoutingRecipe
     if config.rule.weight == "logit":
         exact = clean.gather(1, ids)
         return _finish(Interval(exact, exact, exact), 0.0, 0.0, free, torch.zeros_like(free), config, recipe)
-    ratio, roundings, nan_allowed = _ratio(ids, clean, config, recipe)
+    ratio, roundings, nan_allowed = _ratio(ids, clean, config, recipe, zeroed)
     factor = config.scaling_factor if recipe.scaling == "topk" else 1.0
     if factor != 1.0:
         roundings += 2 * U32
@@ -71,7 +88,9 @@ def _free(picked: Tensor, x: Tensor, config: RoutingConfig) -> Tensor:
     return undefined[:, None].expand_as(picked) | nan
 
 
-def _ratio(ids: Tensor, x: Tensor, config: RoutingConfig, recipe: RoutingRecipe) -> tuple[Interval, float, Tensor]:
+def _ratio(
+    ids: Tensor, x: Tensor, config: RoutingConfig, recipe: RoutingRecipe, zeroed: Zeroed | None
+) -> tuple[Interval, float, Tensor]:
     """The weight before scaling, the relative error of the steps after the scores, and where 0 / 0 may occur."""
     never = torch.zeros(ids.shape, dtype=torch.bool, device=x.device)
     division = recipe.division_error
@@ -89,13 +108,14 @@ def _ratio(ids: Tensor, x: Tensor, config: RoutingConfig, recipe: RoutingRecipe)
     e = exponentials(x, top, recipe)
     total = _sum(e)
     if not config.normalized:
-        return _share(e.gather(ids), total, config.experts, division, never)
+        share, roundings, never = _share(e.gather(ids), total, config.experts, division, never)
+        return (zeroed.apply(share) if zeroed else share), roundings, never
     # Quotients by the common sum, in units of that sum: only their own rounding is left of the first division.
     widened = (division + SLACK) * GROWTH
     flush = TINY * config.experts
     own = e.gather(ids)
     p = Interval((own.lo * (1 - widened) - flush).clamp_min(0.0), own.mid, own.hi * (1 + widened) + flush)
-    return _renormalized(p, total.mid, config, recipe)
+    return _renormalized(zeroed.apply(p) if zeroed else p, total.mid, config, recipe)
 
 
 def _sum(e: Interval) -> Interval:

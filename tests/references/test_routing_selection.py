@@ -29,9 +29,9 @@ def boxes(rng, experts, most=4, grid=4096, nonnegative=True):
 
 def vectors(lo, hi):
     """Every integer vector in the box, [vectors, experts]."""
-    return np.stack(np.meshgrid(*(np.arange(a, b + 1) for a, b in zip(lo, hi, strict=True)), indexing="ij"), -1).reshape(
-        -1, len(lo)
-    )
+    return np.stack(
+        np.meshgrid(*(np.arange(a, b + 1) for a, b in zip(lo, hi, strict=True)), indexing="ij"), -1
+    ).reshape(-1, len(lo))
 
 
 def subsets(experts, k):
@@ -141,7 +141,9 @@ def test_group_tie_rule_equals_brute_force_for_every_subset():
         actual = grouped_admissible(rows, interval(lo, hi, len(masks)), config, barred, same)
         c = vectors(lo, hi)
         equal = [
-            (h, g) for h, g in combinations(range(groups), 2) if sorted(keys[2 * h : 2 * h + 2]) == sorted(keys[2 * g : 2 * g + 2])
+            (h, g)
+            for h, g in combinations(range(groups), 2)
+            if sorted(keys[2 * h : 2 * h + 2]) == sorted(keys[2 * g : 2 * g + 2])
         ]
         expected = []
         for mask in masks:
@@ -149,7 +151,7 @@ def test_group_tie_rule_equals_brute_force_for_every_subset():
                 i // size for i, j in combinations(range(6), 2) if keys[i] == keys[j] and mask[j] and not mask[i]
             ]
 
-            def rule(chosen, overtaken=overtaken):
+            def rule(chosen, overtaken=overtaken, equal=equal):
                 return not chosen & set(overtaken) and all(h in chosen for h, g in equal if g in chosen)
 
             expected.append(brute_grouped(c, mask, groups, size, kept, "sum2", -np.inf, rule))
@@ -192,5 +194,7 @@ def test_equal_groups_by_hand():
 
 
 def test_bit_keys_tell_zeros_and_biases_apart():
-    keys = ties.bit_keys(torch.tensor([[0.0, -0.0, 1.0, 1.0]]), torch.tensor([0.0, 0.0, -1.0, 1.0], dtype=torch.float64))
+    keys = ties.bit_keys(
+        torch.tensor([[0.0, -0.0, 1.0, 1.0]]), torch.tensor([0.0, 0.0, -1.0, 1.0], dtype=torch.float64)
+    )
     assert len(set(keys[0].tolist())) == 4
