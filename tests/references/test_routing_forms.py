@@ -234,3 +234,25 @@ def test_recipe_survives_json_and_rejects_nonsense():
             RoutingRecipe(source="test", **bad)
     with pytest.raises(ValueError, match="source"):
         RoutingRecipe(source=" ")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_gpu_judges_as_the_cpu_does(method):
+    rule = METHODS[method]
+    grouped = {"n_group": 8, "topk_group": 4} if rule.group_score != "none" else {}
+    config = RoutingConfig(method=method, experts=64, top_k=min(6, rule.max_top_k), **grouped)
+    source = torch.Generator().manual_seed(3)
+    x = torch.randn(512, 64, generator=source)
+    x[::2] = (x[::2] * 2).round() / 2
+    b = torch.randn(64, generator=source).round() if rule.biased else None
+    recipe = RoutingRecipe(source="test", group_tie_rule="lowest_index")
+    ids, weights = nominal(x, b, config, recipe)
+    tried = ids.clone()
+    tried[::3, 0] = (tried[::3, 0] + 1) % 64
+    moved = tried.cuda(), x.cuda(), None if b is None else b.cuda()
+    expected = judge_selection(tried, x, b, config, recipe).reason
+    assert torch.equal(expected, judge_selection(*moved, config, recipe).reason.cpu())
+    assert torch.equal(ids, nominal(*moved[1:], config, recipe)[0].cpu())
+    assert judge_weights(weights.cuda(), ids.cuda(), *moved[1:], config, recipe).inside.all()
