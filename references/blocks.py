@@ -231,11 +231,13 @@ def dequantize(
     global_scale: Tensor | None = None,
     dtype: torch.dtype = F64,
     recipe: Recipe | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Payload codes uint8 ``[m, k]`` times their scales, ``[m, k]`` of ``dtype``.
 
     scales: as stored, one a block. FP64 is exact (at most 3 + 4 + 24 significant bits, exponents far inside its
     range); other dtypes are rounded as ``recipe.dequant_rounding`` says, once without a recipe.
+    out: a contiguous ``[m, k]`` tensor of ``dtype`` to fill (a fresh one costs a CPU more than the arithmetic).
     """
     shape = tuple(payload.shape)
     _check_grid(scales, scheme.block, shape)
@@ -245,7 +247,10 @@ def dequantize(
         values = values * global_value(global_scale, values.device)
     if rounding == "scale_first":
         values = round_to(values, F32)
-    out = torch.empty(shape, dtype=dtype, device=payload.device)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=payload.device)
+    elif out.shape != payload.shape or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(f"blocks: out is {out.dtype} {tuple(out.shape)}, expected contiguous {dtype} {shape}")
     for rows in row_pieces(shape[0], shape[1], payload.device):
         exact = out[rows] if dtype == F64 else torch.empty(out[rows].shape, dtype=F64, device=out.device)
         decode_into(payload[rows], scheme.element, exact)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-CPU_ELEMENTS = 1 << 17
-"""Elements in a piece on a CPU: an FP64 piece is 1 MiB, within a second-level cache, and still feeds some threads."""
+CPU_ELEMENTS = 1 << 18
+"""Elements in a piece on a CPU: an FP32 piece is 1 MiB, within a second-level cache, and still feeds some threads."""
 
 DEVICE_ELEMENTS = 1 << 25
 """Elements in a piece elsewhere: bounds the memory for intermediates, large enough to fill the device."""

@@ -373,3 +373,34 @@ def test_approximate_payloads_admit_both_sides_of_a_boundary() -> None:
     found = admissible_payload(x, torch.tensor([[1.0]], dtype=torch.float64), DEEPSEEK, recipe)
     assert (found.hi - found.lo).tolist() == [[1, 0, 1, 0, 0, 0]]
     assert int(found.hi[0, 3]) == 0x7E  # clipped: no NaN code becomes admissible
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("chosen", ALL, ids=lambda item: f"{item.format} {item.policy or item.scale}")
+def test_cuda_gives_the_bits_of_the_cpu(chosen: Scheme) -> None:
+    generator = torch.Generator().manual_seed(8)
+    pattern = torch.randint(-(2**31), 2**31, (300, 333), generator=generator).to(torch.int32).view(torch.float32)
+    open_recipe = replace(
+        FLUSH, scale_arithmetic="approximate", scale_error=1e-6, payload_arithmetic="approximate", payload_error=1e-6
+    )
+
+    def everything(x: torch.Tensor, recipe: Recipe) -> list[torch.Tensor]:
+        outer = GLOBAL.to(x.device)
+        answer = quantize(x, chosen, recipe, global_scale=outer)
+        assert answer.scales is not None
+        values = scale_values(answer.scales, chosen)
+        scales = admissible_scales(x, chosen, recipe, global_scale=outer)
+        payload = admissible_payload(x, values, chosen, recipe, global_scale=outer)
+        judged = judge_payload(answer.payload, payload, chosen.element, "keep")
+        found = [answer.payload, answer.scales, scales.lo, scales.hi, payload.lo, payload.hi, judged.headroom]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            output = admissible_output(answer.payload, answer.scales, chosen, recipe, dtype, global_scale=outer)
+            found += [output.lo, output.centre, output.radius]
+        return found
+
+    for x in (matrix(301, 333), pattern.nan_to_num(nan=1.0, posinf=2.0, neginf=3.0)):
+        for recipe in (DEFAULT, open_recipe, replace(DEFAULT, payload_arithmetic="reciprocal")):
+            pairs = zip(everything(x, recipe), everything(x.cuda(), recipe), strict=True)
+            for number, (ours, theirs) in enumerate(pairs):
+                torch.testing.assert_close(theirs.cpu(), ours, rtol=0, atol=0, equal_nan=True, msg=f"part {number}")

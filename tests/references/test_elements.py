@@ -54,10 +54,8 @@ def scalar_encode(value: float, element: Element) -> int:
     if math.isnan(value):
         if not element.nan_codes:
             return element.max_code
-        return next(
-            (c for c in element.nan_codes if (c & element.sign != 0) == (math.copysign(1, value) < 0)),
-            element.nan_codes[0],
-        )
+        canonical = element.nan_codes[0]
+        return canonical | (element.sign if math.copysign(1.0, value) < 0 else 0)
     values = magnitudes(element)
     size = values[-1] if math.isinf(value) else min(abs(Fraction(value)), values[-1])
     above = bisect_left(values, size)
