@@ -99,9 +99,9 @@ def test_corrected_interpreter_is_admissible_everywhere() -> None:
 
 
 WITNESSES = {
-    "E4M3 rounding": "quantize mxfp8 v=1 block=1x32 dtype=fp32 k=70 m=5 scale=ceil stride=contiguous values=normal seed=5",
-    "E4M3 NaN": "dequantize mxfp8 v=1 block=1x32 k=70 m=5 out=fp32 scale=ue8m0 values=nonfinite seed=5",
-    "BF16 rounding": "dequantize deepseek_fp8 v=1 block=1x128 k=70 m=5 out=bf16 scale=fp32 values=random_codes seed=5",
+    "rounding": "quantize mxfp8 v=1 block=1x32 dtype=fp32 k=70 m=5 scale=ceil stride=contiguous values=normal seed=5",
+    "nan": "dequantize mxfp8 v=1 block=1x32 k=70 m=5 out=fp32 scale=ue8m0 values=nonfinite seed=5",
+    "bf16": "dequantize deepseek_fp8 v=1 block=1x128 k=70 m=5 out=bf16 scale=fp32 values=random_codes seed=5",
 }
 
 
