@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -61,7 +62,12 @@ def read(path: Path) -> list[Case]:
 
 
 def draw(chosen: Sequence[Group], descriptions: Sequence[Description], seed: int, cases: int | None) -> list[Case]:
-    """Draw a plan with every group in turn. cases: for each group; None for the default, topped up to `LEAST`."""
+    """Draw a plan with every group that some backend claims in turn.
+
+    cases: for each group; None for the default, topped up to `LEAST`.
+    """
+    claimed = {(item.claim["operation"], item.claim["variant"]) for about in descriptions for item in about.claims}
+    chosen = [group for group in chosen if group in claimed] or chosen
     plan = plans.draw_plan(list(chosen), DEFAULT_CASES if cases is None else cases, seed)
     if cases is None:
         plan = [*plan, *_top_up(plan, chosen, descriptions)]
@@ -89,7 +95,8 @@ def _top_up(plan: Sequence[Case], chosen: Sequence[Group], descriptions: Sequenc
         for operation in dict.fromkeys(operation for operation, _ in chosen):
             mine = [claim for claim in claims if claim.operation == operation and (operation, claim.variant) in chosen]
             pool = [case for case in (*plan, *added) if case.operation == operation]
-            lacking = LEAST - sum(any(claim.refusal(case) is None for claim in mine) for case in pool)
+            wanted = math.ceil(LEAST / description.pace)  # a slow backend takes a share of what it claims
+            lacking = wanted - sum(any(claim.refusal(case) is None for claim in mine) for case in pool)
             if mine and lacking > 0:
                 fresh = (case for case in _bent(pool, mine) if case not in added)
                 added |= dict.fromkeys(islice(fresh, lacking))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ def flaky_seed(case: Case) -> CallReply:
 
 
 class FakeWorker:
+    closed = threading.Event()
+
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
 
@@ -58,7 +61,7 @@ class FakeWorker:
         pass
 
     def close(self) -> None:
-        pass
+        self.closed.set()
 
 
 class FakeFleet:
@@ -112,6 +115,7 @@ CLAIMS = [Claim(operation="ue8m0", variant=variant, source="file.py") for varian
 class Fakes:
     """Behaviours of a backend, and `offer`, which lets runs and repro see backends that behave so."""
 
+    closed = FakeWorker.closed
     right, wrong, flaky_seed = staticmethod(right), staticmethod(wrong), staticmethod(flaky_seed)
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +123,7 @@ class Fakes:
 
     def offer(self, *, version: str = "1.5", **behaviours: Behaviour) -> None:
         """Each backend claims ue8m0 ceil and floor."""
+        FakeWorker.closed.clear()
         self._monkeypatch.setattr(FakeFleet, "version", version)
         self._monkeypatch.setattr(FakeFleet, "offers", {name: (item, CLAIMS) for name, item in behaviours.items()})
         for module in (runs, repro):

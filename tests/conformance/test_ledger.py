@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def test_the_ledger_of_the_project_loads() -> None:
 def test_the_commented_example_is_a_valid_entry(tmp_path: Path) -> None:
     lines = ledger.DEFAULT.read_text().splitlines()
     start = lines.index("# [[entry]]")
-    example = "\n".join(line.removeprefix("# ") for line in lines[start:] if line.startswith("#"))
+    commented = takewhile(lambda line: line.startswith("# "), lines[start:])
+    example = "\n".join(line.removeprefix("# ") for line in commented)
     assert [entry.id for entry in load(tmp_path, example).entries] == ["examplelib-mxfp8-ceil-one-ulp"]
 
 

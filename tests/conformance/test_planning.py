@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from conformance import planning, units
 from conformance.discover import UsageError
+from conformance.engine import Target
 from conformance.messages import Claimed, Description
 from fuzz.case import Case
 from fuzz.plan import draw_plan, write_plan
@@ -51,7 +53,7 @@ def test_selections_are_combined() -> None:
     ("operations", "formats", "line"),
     [
         (("gemv",), (), "unknown operation 'gemv'; known: ue8m0, quantize"),
-        ((), ("fp7",), "unknown format 'fp7'; known: ceil"),
+        ((), ("fp7",), "unknown format 'fp7'; known: "),
         (("ue8m0",), ("mxfp8",), "no operation ue8m0 has a format mxfp8"),
     ],
 )
@@ -86,8 +88,9 @@ def test_a_plan_that_cannot_be_read_is_one_line(tmp_path: Path, content: str | N
 
 
 def test_each_backend_gets_enough_of_each_operation_whatever_it_claims() -> None:
+    ceil = Claim(operation="ue8m0", variant="ceil", source="s")
     narrow = claim(where={"scale": ("floor",), "dtype": ("bf16",), "stride": ("contiguous",)}, multiples={"k": 64})
-    subjects = [description("narrow", narrow), description("wide", claim(), claim("mxfp4"))]
+    subjects = [description("narrow", narrow), description("wide", claim(), claim("mxfp4"), ceil)]
     chosen = [("quantize", "mxfp8"), ("quantize", "mxfp4"), ("ue8m0", "ceil")]
     plan = planning.draw(chosen, subjects, 1, None)
     assert len(plan) == len(set(plan))
@@ -95,6 +98,21 @@ def test_each_backend_gets_enough_of_each_operation_whatever_it_claims() -> None
     assert sum(case.operation == "quantize" for case in plan) >= planning.LEAST
     assert plan == planning.draw(chosen, subjects[::-1], 1, None)
     assert plan != planning.draw(chosen, subjects, 2, None)
+
+
+def test_a_slow_backend_still_gets_enough() -> None:
+    subject = replace(description("slow", claim(where={"scale": ("floor",)})), pace=0.5)
+    plan = planning.draw([("quantize", "mxfp8")], [subject], 1, None)
+    share = Target(description=subject, start=lambda: pytest.fail("started")).share(plan)
+    assert sum(case["scale"] == "floor" for case in share) >= planning.LEAST
+    assert sum(case["scale"] == "floor" for case in plan) == 2 * planning.LEAST
+
+
+def test_what_nobody_claims_is_not_drawn() -> None:
+    chosen = [("quantize", "mxfp8"), ("quantize", "mxfp4"), ("ue8m0", "ceil")]
+    plan = planning.draw(chosen, [description("b", claim())], 1, 5)
+    assert {(case.operation, case.variant) for case in plan} == {("quantize", "mxfp8")}
+    assert len(planning.draw(chosen, [], 1, 5)) == 15
 
 
 def test_a_number_of_cases_is_taken_at_its_word() -> None:
