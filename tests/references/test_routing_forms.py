@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from references.routing import METHODS, RoutingConfig, RoutingRecipe, judge_selection, judge_weights, nominal
+from references.routing import METHODS, Reason, RoutingConfig, RoutingRecipe, judge_selection, judge_weights, nominal
 from references.routing.forms import bf16_bits, expert_map, mask_padding, pack, to_local, unpack
-from references.routing.judge import Reason
 
 RECIPE = RoutingRecipe(source="test")
 CONFIG = RoutingConfig(method="DeepSeekV3", experts=8, top_k=2, n_group=4, topk_group=2, scaling_factor=2.5)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from references.routing import METHODS, RoutingConfig, RoutingRecipe, judge_selection, judge_weights, nominal
-from references.routing.judge import choice_intervals
+from references.routing.rows import choice_intervals
 
 TOKENS = 24
 EXAMPLES = 100
