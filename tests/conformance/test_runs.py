@@ -244,6 +244,7 @@ def test_ctrl_c_writes_the_files_and_marks_them_incomplete(run: Run, tmp_path: P
     def cancelled(case: Case) -> CallReply:
         if case.text == FAILING:
             os.kill(os.getpid(), signal.SIGTERM)
+            assert fakes.closed.wait(10)
         return fakes.right(case)
 
     fakes.offer(lib=cancelled)
