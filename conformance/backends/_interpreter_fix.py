@@ -2,8 +2,8 @@
 
 Triton 3.6 to 3.9 (`triton.runtime.interpreter`):
 - ``_convert_float`` rounds half up instead of half to even, drops the carry out of the mantissa (7.93 becomes 4.0 in
-  E4M3), truncates where its caller names no rounding mode (FP32 to BF16), and reads an E4M3 NaN as 480
-  (triton-lang/triton#8322, #9808, #11897);
+  E4M3), turns NaN into 384 there, truncates where its caller names no rounding mode (FP32 to BF16), reads an E4M3 NaN
+  as 480, and a BF16 subnormal such as 2^-127 as 0 (triton-lang/triton#8322, #9808, #11897);
 - ``create_dot`` multiplies the raw 16-bit words of BF16 operands.
 Both are replaced here. Casts go through torch, E4M3 and E5M2 saturating as ``cvt.rn.satfinite`` does on a GPU.
 """

@@ -1,8 +1,8 @@
 """This project's Triton kernels under ``TRITON_INTERPRET=1`` as Triton ships it, on a CPU.
 
 The kernels are those that the ``triton`` backend compiles, so that what fails here and passes there is the
-interpreter's: its casts to E4M3 round half up and lose carries (triton-lang/triton#8322, #9808, #11897), its cast from
-FP32 to BF16 truncates, and it reads an E4M3 NaN as 480.
+interpreter's casts: to E4M3 they round half up, lose the carry and turn NaN into 384 (triton-lang/triton#8322, #9808,
+#11897); from E4M3 a NaN is 480; FP32 to BF16 truncates, and BF16 subnormals lose bits in both directions.
 """
 
 from __future__ import annotations
