@@ -1,0 +1,213 @@
+"""The bench of one pytest process: it runs checks one at a time with the engine.
+
+Its blueprint travels as JSON from the process that has surveyed the backends and drawn the plan to those that execute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from conformance.engine import BackendWorker, Engine, Limits, Oracles, OracleWorker, Target
+from conformance.journal import Key
+from conformance.launch import BackendSource
+from conformance.ledger import Ledger, load
+from conformance.messages import CallReply
+from conformance.plugin_checks import Check, checks
+from conformance.process_replies import descriptions
+from conformance.targets import Fleet
+from conformance.verdicts import DEATHS
+from fuzz.case import Case
+from reports.record import Record
+
+Sink = Callable[[Sequence[Record]], None]
+"""Takes the records of one case, marked by the ledger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """All that a process needs to run checks. sources: of the backends, target for target. logs: of the workers.
+
+    ledger: path of the file, None for no ledger.
+    """
+
+    run: str
+    plan: tuple[Case, ...]
+    targets: tuple[Target, ...]
+    sources: tuple[BackendSource, ...]
+    plugins: tuple[str, ...]
+    ledger: Path | None
+    logs: Path | None
+    limits: Limits
+    memory_limit: int | None
+
+    def checks(self) -> dict[str, Check]:
+        """id -> check, in order."""
+        return {check.id: check for check in checks(self.plan, self.targets)}
+
+    def to_json(self) -> str:
+        """Everything but the running workers."""
+        data = {
+            "run": self.run,
+            "plan": [case.text for case in self.plan],
+            "descriptions": [asdict(target.description) for target in self.targets],
+            "sources": [asdict(source) for source in self.sources],
+            "plugins": self.plugins,
+            "ledger": self.ledger and str(self.ledger),
+            "logs": self.logs and str(self.logs),
+            "deadline": self.limits.deadline,
+            "memory_limit": self.memory_limit,
+        }
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, text: str) -> tuple[Blueprint, Fleet]:
+        """The inverse, with a fleet of this process that starts the targets' workers and oracles."""
+        data: Mapping[str, Any] = json.loads(text)
+        logs = Path(data["logs"]) if data["logs"] else None
+        ledger = Path(data["ledger"]) if data["ledger"] else None
+        fleet = Fleet((), logs, data["memory_limit"])
+        plan = tuple(map(Case.parse, data["plan"]))
+        groups = dict.fromkeys((case.operation, case.variant) for case in plan)
+        entries = load(ledger) if ledger else Ledger()
+        sources = tuple(
+            BackendSource(**{**source, "roots": tuple(map(tuple, source["roots"]))}) for source in data["sources"]
+        )
+        targets = [
+            Target(
+                description=description,
+                start=_starter(fleet, source, description.device),
+                ledger=entries.narrowed(description, groups),
+            )
+            for description, source in zip(descriptions(data["descriptions"]), sources, strict=True)
+        ]
+        blueprint = cls(
+            run=data["run"],
+            plan=plan,
+            targets=tuple(targets),
+            sources=sources,
+            plugins=tuple(data["plugins"]),
+            ledger=ledger,
+            logs=logs,
+            limits=Limits(deadline=data["deadline"]),
+            memory_limit=data["memory_limit"],
+        )
+        return blueprint, fleet
+
+
+def _starter(fleet: Fleet, source: BackendSource, device: str) -> Callable[[], BackendWorker]:
+    return lambda: fleet.worker(source, device)
+
+
+class Bench:
+    """Runs checks. The worker of a target serves check after check, until `release` or its death."""
+
+    def __init__(self, blueprint: Blueprint, oracle: Callable[[], OracleWorker]) -> None:
+        self.blueprint = blueprint
+        self._limits = replace(blueprint.limits, jobs=1)
+        self._oracles = Oracles(oracle, 1, self._limits.judge_deadline)
+        self._kept: dict[tuple[str, str], _Kept] = {}
+
+    def run(self, check: Check, sink: Sink) -> list[Record]:
+        """Run all cases of a check and return their records.
+
+        sink: gets them case by case. Raises `HarnessError`, or KeyboardInterrupt after what was settled went to the
+        sink.
+        """
+        target = check.target
+        name = (target.description.backend, target.description.device)
+        kept = self._kept.setdefault(name, _Kept(target.start))
+        # The check's cases are its target's share already, witnesses and pace included.
+        alone = replace(
+            target,
+            description=replace(target.description, pace=1.0),
+            start=kept.take,
+            before=kept.before,
+            ledger=Ledger(),
+        )
+        book = _Book(target.ledger, sink)
+        result = Engine(self.blueprint.run, [alone], self._oracles, book, self._limits, _Silent()).run(check.cases)
+        if result.stopped == "interrupted":
+            raise KeyboardInterrupt
+        return book.records
+
+    def release(self, but: Check | None) -> None:
+        """End the workers that the next check, if any, has no use for."""
+        wanted = but and (but.target.description.backend, but.target.description.device)
+        for name in [name for name in self._kept if name != wanted]:
+            self._kept.pop(name).end()
+
+    def close(self) -> None:
+        """End all workers."""
+        self.release(None)
+        self._oracles.close()
+
+
+class _Book:
+    """What the engine writes to: marks the records and hands them on."""
+
+    def __init__(self, ledger: Ledger, sink: Sink) -> None:
+        self._ledger, self._sink, self._mutex = ledger, sink, Lock()
+        self.records: list[Record] = []
+
+    def launching(self, key: Key) -> None:
+        """Nothing is kept of it."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        marked = [self._ledger.marked(record) for record in records]
+        with self._mutex:
+            self.records += marked
+            self._sink(marked)
+
+
+class _Silent:
+    """pytest shows the progress."""
+
+    def start(self, total: int) -> None:
+        pass
+
+    def advance(self, records: Sequence[Record]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class _Kept:
+    """A worker that outlives the engine that uses it, unless it died or has to be killed in the middle of a call."""
+
+    def __init__(self, start: Callable[[], BackendWorker]) -> None:
+        self._start = start
+        self._worker: BackendWorker | None = None
+        self._spent = False
+        self._seen: set[str] = set()
+
+    def take(self) -> BackendWorker:
+        if self._worker is None:
+            self._worker, self._spent, self._seen = self._start(), False, set()
+        return self
+
+    def before(self) -> int:
+        """Cases that the worker has run."""
+        return len(self._seen)
+
+    def call(self, case: str, backend: str, options: Mapping[str, str], deadline: float) -> CallReply:
+        assert self._worker is not None
+        self._spent = True
+        self._seen.add(case)
+        reply = self._worker.call(case, backend, options, deadline)
+        self._spent = reply.status in DEATHS
+        return reply
+
+    def close(self) -> None:
+        if self._spent:
+            self.end()
+
+    def end(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

@@ -1,0 +1,1 @@
+"""The conformance suite for pytest: ``python -m pytest -p conformance.plugin --pyargs conformance.suite``."""
