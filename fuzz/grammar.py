@@ -112,6 +112,38 @@ STORED_SCALES = {
     "fp8_per_tensor": ("fp32",),
 }
 
+GEMM_VALUES = (
+    "normal",
+    "wide",
+    "codes",
+    "scale_ladder",
+    "cancellation",
+    "outliers",
+    "integer",
+    "single",
+    "zeros",
+    "subnormal",
+)
+GEMM_FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16")
+GEMM_SCALES = {
+    "deepseek_fp8": ("fp32", "ue8m0"),
+    "mxfp8": ("ue8m0",),
+    "w4a8": ("ue8m0",),
+    "w4a16": ("ue8m0",),
+    "nvfp4": ("e4m3",),
+    "fp8_per_tensor": ("fp32",),
+    "bf16": ("none",),
+}
+GEMM_LAYOUTS = {
+    "deepseek_fp8": ("plain", "mn_major"),
+    **dict.fromkeys(("mxfp8", "w4a8", "w4a16", "nvfp4"), ("plain", "interleave_128x4")),
+    **dict.fromkeys(("fp8_per_tensor", "bf16"), ("plain",)),
+}
+"""Stored order of the scales: ``mn_major`` is DeepGEMM's for the activation, packed to int32 where scales are UE8M0."""
+GEMM_OUT = ("bf16", "fp32")
+GROUPINGS = ("contiguous", "contiguous_128", "masked")
+"""Where the rows of a group lie: one group after another; each from a multiple of 128; each in a slab of its own."""
+
 
 def _columns(variant: str) -> Size:
     return Size(multiple=2) if variant in ("mxfp4", "nvfp4") else Size()
@@ -164,6 +196,30 @@ def _scale_layout() -> Rule:
     return Rule(keys, _fits("rows", "cols"))
 
 
+def _gemm_check(given: Mapping[str, str]) -> str | None:
+    groups = int(given.get("groups", "1"))
+    m, n, k = (int(given[key]) for key in ("m", "n", "k"))
+    rows = m * groups if given.get("grouping") == "masked" else m
+    if max(rows * k, groups * n * k, rows * n) > MAX_ELEMENTS:
+        return f"m={m} n={n} k={k}: a matrix has more than {MAX_ELEMENTS} elements"
+    return None
+
+
+def _gemm(variant: str, *, grouped: bool = False) -> Rule:
+    keys: dict[str, Choice | Size] = {
+        "k": Size(multiple=2) if variant in ("w4a8", "w4a16", "nvfp4") else Size(),
+        "layout": Choice(GEMM_LAYOUTS[variant]),
+        "m": Size(),
+        "n": Size(),
+        "out": Choice(GEMM_OUT),
+        "scale": Choice(GEMM_SCALES[variant]),
+        "values": Choice(GEMM_VALUES),
+    }
+    if grouped:
+        keys |= {"grouping": Choice(GROUPINGS), "groups": Size(most=4096)}
+    return Rule(keys, _gemm_check)
+
+
 LAYOUTS = ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
 
 GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
@@ -179,5 +235,6 @@ GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
             {"k": Size(multiple=128), "n": Size(multiple=128), "values": Choice(CODE_VALUES)}, _fits("n", "k")
         ),
     },
+    "gemm": {variant: _gemm(variant) for variant in GEMM_FORMATS},
 }
 """operation -> variant -> `Rule`."""

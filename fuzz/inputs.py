@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fuzz.case import Case
 from fuzz.code_profiles import CODE_PROFILES
+from fuzz.gemm_inputs import build_gemm
 from fuzz.grammar import AMAX_SOURCES
 from fuzz.philox import key_of, words
 from fuzz.profiles import MATRIX_PROFILES, top_exponent
@@ -34,7 +35,8 @@ def build(case: Case, rows: slice | None = None) -> dict[str, Tensor]:
 
     rows: make only these rows (step 1) of the matrix or vector; scales come for the blocks that they touch, and
     single numbers stay those of the whole. The strides that ``stride`` names hold for the part. Raises ValueError for
-    an empty range or another step, and for ``scale_layout`` with ``direction=unpack``, whose input has no rows.
+    an empty range or another step, for ``scale_layout`` with ``direction=unpack``, whose input has no rows, and for
+    GEMMs, which have two matrices.
     """
     return _BUILDERS[case.operation](case, rows)
 
@@ -189,12 +191,19 @@ def _scale_layout(case: Case, rows: slice | None) -> dict[str, Tensor]:
     return {"scales": packed.view(packed_dtype(case.variant))}
 
 
+def _gemm(case: Case, rows: slice | None) -> dict[str, Tensor]:
+    if rows is not None:
+        raise ValueError("rows: a GEMM has two matrices")
+    return build_gemm(case)
+
+
 _BUILDERS: dict[str, Callable[[Case, slice | None], dict[str, Tensor]]] = {
     "ue8m0": _ue8m0,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "scale_layout": _scale_layout,
     "requantize": _requantize,
+    "gemm": _gemm,
 }
 
 

@@ -110,6 +110,8 @@ def unit(operation: str, key: str, given: Mapping[str, str]) -> int:
         return {"rows": 128, "cols": 4}.get(key, 4)
     if operation == "requantize":
         return 128
+    if operation in ("gemm", "grouped_gemm"):
+        return {"k": 128, "n": 64, "groups": 2}.get(key, 16)
     height, _, width = given.get("block", "").partition("x")
     if not width:
         return 64

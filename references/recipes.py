@@ -17,6 +17,10 @@ Via = Literal["bf16", "fp32"]
 Padding = Literal["zero", "any"]
 ZeroSign = Literal["keep", "any"]
 Subnormals = Literal["keep", "flush"]
+Accumulator = Literal["fp32_any", "fp32_rn", "fp64", "hopper_fp8", "hopper_f16", "f16_upcast", "bf16_split_k"]
+ScaleCombination = Literal["any", "fma_dot_sa_sb", "fma_dot_sasb"]
+Promotion = Literal["every_128", "none"]
+OutRounding = Literal["nearest", "faithful"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,18 @@ class Recipe:
         the payload, then the output dtype.
     via: dtype of the dequantised weight inside ``requantize``.
     padding: bytes in the padding of a scale layout, ``zero`` or ``any``.
+    accumulator: how a GEMM adds its products (``references/accumulators.py`` derives the error of each): ``fp32_any``
+        FP32 in any order, truncation and tensor cores with at least 24 fractional bits included; ``fp32_rn`` scalar
+        FP32 in any order, rounded to nearest; ``fp64``; ``hopper_fp8`` FP8 ``wgmma`` (13 fractional bits);
+        ``hopper_f16`` F16 and BF16 tensor cores of Hopper; ``f16_upcast`` FP8 operands upcast to F16 there;
+        ``bf16_split_k`` FP32 partial sums over ``split_k`` parts of K, each rounded to BF16 and added in BF16 or wider.
+    promotion: ``every_128`` if a tensor core's sum is added to an FP32 accumulator every 128 of K, ``none`` if it runs
+        over all of K (``hopper_fp8``, ``hopper_f16``, ``f16_upcast``; block scales promote at each block anyway).
+    scale_combination: how the dot product of a K block joins the accumulator: ``fma_dot_sa_sb``
+        fma(RN(dot * sA), sB, acc); ``fma_dot_sasb`` fma(dot, RN(sA * sB), acc); ``any``. Naming one makes the answer of
+        an exact accumulator model unique.
+    split_k: the number of parts of K (``bf16_split_k``).
+    out_rounding: of the accumulator to the output dtype: ``nearest``, or ``faithful`` for either neighbour.
     run_to_run: bit equality of repeated runs is part of the contract.
     """
 
@@ -55,6 +71,11 @@ class Recipe:
     dequant_rounding: DequantRounding = "once"
     via: Via = "fp32"
     padding: Padding = "zero"
+    accumulator: Accumulator = "fp32_any"
+    promotion: Promotion = "every_128"
+    scale_combination: ScaleCombination = "any"
+    split_k: int = 1
+    out_rounding: OutRounding = "nearest"
     run_to_run: bool = True
 
     def __post_init__(self) -> None:
@@ -69,6 +90,8 @@ class Recipe:
         for choice, error in (("scale_arithmetic", "scale_error"), ("payload_arithmetic", "payload_error")):
             if (getattr(self, choice) == "approximate") != (getattr(self, error) > 0):
                 raise ValueError(f"recipe: {error} must be positive exactly where {choice}=approximate")
+        if (self.split_k > 1) != (self.accumulator == "bf16_split_k") or self.split_k < 1:
+            raise ValueError(f"recipe: split_k={self.split_k} must be above 1 exactly where accumulator=bf16_split_k")
         if not self.source.strip():
             raise ValueError("recipe: a source is required")
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conformance.backends import _torch_gemm as gemm
+from conformance.backends import _torch_layouts as layouts
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe, Via
 
@@ -87,6 +89,7 @@ class TorchBackend:
                 for layout in ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
             ),
             requantize,
+            *gemm.claims(),
         ]
 
     def recipe(self, claim: Claim) -> Recipe:
@@ -94,6 +97,8 @@ class TorchBackend:
         source = "conformance/backends/torch_ops.py: each step is one torch operator"
         if claim.operation == "dequantize":
             return Recipe(source=source, dequant_rounding="via_fp32")
+        if claim.operation in gemm.OPERATIONS:
+            return gemm.recipe(source)
         if claim.operation == "requantize":
             return Recipe(source=source, via=self._via)
         if claim.variant == "fp8_per_tensor" or claim.where.get("scale") == ("fp32",):
@@ -113,6 +118,8 @@ class TorchBackend:
                 return _scale_layout(case, inputs["scales"])
             case "requantize":
                 return lambda: _requantize(inputs["payload"], inputs["scales"], self._via)
+            case "gemm":
+                return lambda: {"output": gemm.gemm(case, inputs)}
         raise Unsupported(f"no {case.operation}")
 
     def run(self, prepared: Call, out: Mapping[str, Tensor]) -> Parts:
@@ -220,37 +227,10 @@ def _requantize(payload: Tensor, scales: Tensor, via: Via) -> Parts:
 def _scale_layout(case: Any, scales: Tensor) -> Call:
     rows, cols = case.integer("rows"), case.integer("cols")
     moves = {
-        "interleave_128x4": (_interleave, _deinterleave),
-        "mn_major": (_to_mn_major, _from_mn_major),
-        "mn_major_packed": (_to_mn_major_packed, _from_mn_major_packed),
+        "interleave_128x4": (layouts.interleave, layouts.deinterleave),
+        "mn_major": (layouts.to_mn_major, layouts.from_mn_major),
+        "mn_major_packed": (layouts.to_mn_major_packed, layouts.from_mn_major_packed),
         "k_major": (lambda plain, *_: plain.t().contiguous(), lambda packed, *_: packed.t().contiguous()),
     }
     move = moves[case.variant][case["direction"] == "unpack"]
     return lambda: {"scales": move(scales, rows, cols)}
-
-
-def _interleave(plain: Tensor, rows: int, cols: int) -> Tensor:
-    padded = F.pad(plain, (0, -cols % 4, 0, -rows % 128))
-    return padded.view(-(-rows // 128), 4, 32, -(-cols // 4), 4).permute(0, 3, 2, 1, 4).flatten()
-
-
-def _deinterleave(packed: Tensor, rows: int, cols: int) -> Tensor:
-    tiles = packed.view(-(-rows // 128), -(-cols // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-(-rows // 128) * 128, -1)[:rows, :cols].contiguous()
-
-
-def _to_mn_major(plain: Tensor, rows: int, cols: int) -> Tensor:
-    return F.pad(plain.t(), (0, -rows % 4)).contiguous()
-
-
-def _from_mn_major(packed: Tensor, rows: int, cols: int) -> Tensor:
-    return packed[:, :rows].t().contiguous()
-
-
-def _to_mn_major_packed(plain: Tensor, rows: int, cols: int) -> Tensor:
-    padded = F.pad(plain, (0, -cols % 4, 0, -rows % 4))
-    return padded.view(padded.shape[0], -1, 4).view(torch.int32).squeeze(-1).t().contiguous()
-
-
-def _from_mn_major_packed(packed: Tensor, rows: int, cols: int) -> Tensor:
-    return packed.t().contiguous().view(torch.uint8)[:rows, :cols].contiguous()

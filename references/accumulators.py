@@ -1,0 +1,223 @@
+"""How far a GEMM's sum may lie from the exact one, for each accumulator that a recipe can name.
+
+Notation for one output: terms t_k = a_k b_k (exact), S = sum |t_k|, P and N the sums of the positive and of the
+negative terms' magnitudes, Q = max(P, N) = (S + |sum|) / 2. Every partial sum of the exact terms, in any order and any
+tree, lies within [-N, P], so its magnitude is at most Q; so is every single term.
+
+**Sums.** Let an order consist of steps, step j erring by at most c_j times the largest magnitude that occurs in it
+before rounding. That magnitude is at most Q + R, R being the total error, so R <= c (Q + R) with c = sum c_j, hence
+R <= c / (1 - c) Q. What remains is c for each accumulator over n products:
+
+- ``fp32_rn``: n - 1 scalar additions (adding zero is exact, and an FMA rounds once), u = 2^-24 each: c = (n - 1) 2^-24.
+- ``fp64``: the same with u = 2^-53.
+- ``fp32_any``: c = (n + ceil(n / 4)) 2^-23. It covers n scalar additions that truncate (u = 2^-23), and instructions
+  that add t products to the running value, each of the t + 1 terms truncated to 24 or more bits below the largest
+  exponent and the sum truncated to FP32: ceil(n / t) ((t + 1) 2^-24 + 2^-23), which is at most (n/2 + 3n/8) 2^-23 for
+  t >= 4, plus as many promotions into another accumulator as there are instructions.
+- ``hopper_f16``, ``f16_upcast``: ceil(n / 16) instructions of 16 products, 17 terms truncated to 25 bits below the
+  largest exponent, the sum to 24 bits: (17 2^-25 + 2^-23) each, and one FP32 rounding (2^-24) for each K block that is
+  promoted. The largest exponent is of a product before normalisation, hence at most that of the product's value.
+- ``bf16_split_k``: each of ``split_k`` partial sums is an ``fp32_any`` sum, rounded to BF16 (2^-9), then added by
+  split_k - 1 additions that round to BF16 or finer. With R the FP32 error, the conversions err by at most 2^-9 (S + R)
+  together, the additions by c / (1 - c) (Q + R + the former) with c = (split_k - 1) 2^-9.
+- ``hopper_fp8``: see `references.hopper`.
+
+**Subnormal operands.** FP8 units take a subnormal operand with its format's smallest normal exponent, so the largest
+exponent may exceed the largest product's. ``fp32_any`` therefore counts magnitudes with |code| raised to the smallest
+normal number (sum: S^); the largest exponent then belongs to a magnitude of at most Q + (S^ - S).
+
+**Scales.** A product meets at most three roundings on the way (dequantise both operands, multiply; or sA * sB and times
+the dot product), five with two-level scales, none where scales are powers of two: factors (1 + d)^r with |d| <= 2^-24,
+so a term errs by g = r u / (1 - r u) relatively, all terms by g S, and Q grows to Q + g S.
+
+**Underflow.** An FP32 result below 2^-126 errs by up to 2^-149 instead (2^-126 if subnormals may be flushed), and later
+factors multiply that error. What may underflow: a dequantised element (times the other operand, summed), sA * sB (times
+the dot product), dot * sA (times sB), a global product, and each of the sums. The total is bounded by row sums and row
+maxima. Where all of these quantities are normal numbers there is no such term.
+
+**Lattices.** Every term of output (m, n) is a multiple of 2^q, q the sum of the least set bits of row m of A and of row
+n of B. If S <= 2^(p + q), p the accumulator's significant bits, then every partial sum and every scaled partial sum is
+a multiple of 2^q below 2^(p + q): nothing is ever rounded and the error is zero, in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from references.gemm_formats import Operand
+from references.recipes import Recipe
+from references.rounding import power_of_two
+
+U64 = 2.0**-53
+U32 = 2.0**-24
+U32_TRUNCATING = 2.0**-23
+U_BF16 = 2.0**-9
+LEAST_PRODUCTS = 4
+"""Products that an FP32 tensor-core instruction adds at least."""
+F16_PRODUCTS = 16
+NOTHING = 2**12
+"""Least set bit of a zero: above that of every number."""
+SLACK = 1 + 2.0**-40
+"""Covers the roundings of FP64 in the evaluation of a bound: far fewer than 2^12 operations, each within 2^-53."""
+
+BITS = {"fp32_any": 24, "fp32_rn": 24, "fp64": 53, "hopper_f16": 24, "f16_upcast": 24, "bf16_split_k": 8}
+"""Significant bits that every partial sum keeps."""
+
+
+def least_bit(values: Tensor) -> Tensor:
+    """Exponent of the least set bit of FP64 values, int32; `NOTHING` for zero."""
+    mantissa, exponent = torch.frexp(values)
+    whole = (mantissa * 2.0**53).to(torch.int64)
+    _, low = torch.frexp((whole & -whole).to(torch.float64))
+    return torch.where(values == 0, NOTHING, exponent - 53 + low - 1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Exact facts of the products of two operands, each ``[m, n]``.
+
+    exact: FP64 sum of the terms, within ``error``. size: upper bound on the sum of magnitudes. clamped: the same with
+    subnormal codes raised to the smallest normal number. unit: exponent q of a power of two that divides every term,
+    int32, large where there are no nonzero terms.
+    """
+
+    exact: Tensor
+    size: Tensor
+    clamped: Tensor
+    unit: Tensor
+    error: Tensor
+    n: int
+
+
+def sums(a: Operand, b: Operand) -> Sums:
+    """The facts about ``a @ b.T``.
+
+    A product of two FP64 values is rounded once, and a sum of n in any order errs by at most (n - 1) u more, so FP64's
+    own error is at most g S with g = (n + 1) u / (1 - (n + 1) u); it is zero on a lattice of 53 bits.
+    """
+    n = a.values.shape[1]
+    exact = a.values @ b.values.T
+    growth = _gamma(n + 1, U64)
+    size = (a.values.abs() @ b.values.abs().T) * (1 + 2 * growth)
+    raised = [_raised(item) for item in (a, b)]
+    clamped = size
+    if any(item is not None for item in raised):
+        left, right = (r if r is not None else o.values.abs() for r, o in zip(raised, (a, b), strict=True))
+        clamped = (left @ right.T) * (1 + 2 * growth)
+    unit = _least_of_rows(a.values)[:, None] + _least_of_rows(b.values)[None, :]
+    error = torch.where(on_lattice(size, unit, 53), 0.0, growth * size)
+    return Sums(exact, size, clamped, unit, error, n)
+
+
+def on_lattice(size: Tensor, unit: Tensor, bits: int) -> Tensor:
+    """Whether magnitudes that add up to ``size`` fit ``bits`` significant bits over the unit 2^``unit``."""
+    return size <= power_of_two((unit + bits).clamp(-1022, 1023))
+
+
+def _least_of_rows(values: Tensor) -> Tensor:
+    return least_bit(values).amin(1)
+
+
+def _raised(side: Operand) -> Tensor | None:
+    """Magnitudes with subnormal FP8 codes raised to the smallest normal number; None where there are none."""
+    element = side.side.element
+    if element is None or element.bits != 8:
+        return None
+    magnitude, least = side.codes.abs(), 2.0**element.emin
+    small = (magnitude < least) & (magnitude > 0)
+    if not bool(small.any()):
+        return None
+    # code * scale * (least / code) = least * scale, within one rounding.
+    return side.values.abs() * torch.where(small, least / magnitude, 1.0) * (1 + 4 * U64)
+
+
+def _gamma(roundings: float, unit: float) -> float:
+    product = roundings * unit
+    if product >= 0.5:
+        raise ValueError(f"gemm: {roundings} roundings of {unit} leave no bound")
+    return product / (1 - product)
+
+
+@dataclass(frozen=True)
+class Radius:
+    """An error bound by source, each FP64 ``[m, n]``: of sums, and of scale multiplications with underflow."""
+
+    accumulation: Tensor
+    scaling: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Their sum."""
+        return self.accumulation + self.scaling
+
+
+def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
+    """The error bound of every output under ``recipe.accumulator``, any but ``hopper_fp8``."""
+    kind, n = recipe.accumulator, facts.n
+    unit = U64 if kind == "fp64" else U32
+    scaling = facts.size * _gamma(scale_roundings(a, b), unit)
+    inner = (facts.size + facts.exact.abs() + facts.error) * 0.5 + scaling
+    if kind == "fp32_any":
+        inner = inner + (facts.clamped - facts.size).clamp(min=0.0)
+    accumulation = inner * _gamma(_coefficient(recipe, n, min(a.width, b.width)), 1.0)
+    if kind == "bf16_split_k":
+        converted = U_BF16 * (facts.size + scaling + accumulation)
+        added = _gamma(recipe.split_k - 1, U_BF16) * (inner + accumulation + converted)
+        accumulation = accumulation + converted + added
+    held = on_lattice(facts.clamped if kind == "fp32_any" else facts.size, facts.unit, BITS[kind])
+    tiny, safe = underflow(a, b, recipe)
+    exact = held & safe
+    return Radius(
+        torch.where(exact, 0.0, accumulation * SLACK),
+        torch.where(exact, 0.0, (scaling + torch.where(safe, 0.0, tiny)) * SLACK),
+    )
+
+
+def _coefficient(recipe: Recipe, n: int, width: int) -> float:
+    match recipe.accumulator:
+        case "fp32_rn":
+            return (n - 1) * U32
+        case "fp64":
+            return (n - 1) * U64
+        case "fp32_any" | "bf16_split_k":
+            return (n + -(-n // LEAST_PRODUCTS)) * U32_TRUNCATING
+        case "hopper_f16" | "f16_upcast":
+            # Blocks narrower than an instruction cut it short: one more for each.
+            block = min(width, 128) if recipe.promotion == "every_128" else width
+            blocks = -(-n // block)
+            instructions = blocks * -(-block // F16_PRODUCTS)
+            return instructions * ((F16_PRODUCTS + 1) * 2.0**-25 + 2.0**-23) + blocks * U32
+    raise ValueError(f"gemm: no closed bound for accumulator {recipe.accumulator}")
+
+
+def scale_roundings(a: Operand, b: Operand) -> int:
+    """How many roundings a term can meet through its scales."""
+    kinds = {a.side.scale, b.side.scale}
+    if kinds <= {None, "ue8m0"}:
+        return 0
+    return 5 if "e4m3" in kinds else 3
+
+
+def underflow(a: Operand, b: Operand, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """What underflow can add to the error, and where nothing can underflow; both ``[m, n]``."""
+    flush = recipe.subnormals == "flush"
+    tiny = 2.0**-126 if flush else 2.0**-149
+    size_a, size_b = a.codes.abs(), b.codes.abs()
+    reach_a, reach_b = size_a.amax(1)[:, None], size_b.amax(1)[None, :]
+    rows_a, rows_b = a.values.abs().sum(1)[:, None], b.values.abs().sum(1)[None, :]
+    # A flushed scale, not only a flushed product, errs by 2^-126 times the code.
+    by_codes = (1 + reach_a + reach_b) if flush else 1.0
+    total = by_codes * (rows_a + rows_b)
+    total = total + reach_a * size_b.sum(1)[None, :]
+    total = total + a.scales.abs().sum(1)[:, None] * (1 + reach_b) + b.scales.abs().sum(1)[None, :] * (1 + reach_a)
+    total = (total + 2 * a.codes.shape[1] + 4) * tiny
+    low = [(_least_of_rows(item.values), _least_of_rows(item.codes), least_bit(item.scales).amin(1)) for item in (a, b)]
+    (va, ca, sa), (vb, cb, sb) = [tuple(part[:, None] for part in low[0]), tuple(part[None, :] for part in low[1])]
+    safe = (va >= -126) & (vb >= -126) & (va + vb >= -126) & (va + cb >= -126) & (ca + vb >= -126) & (sa + sb >= -126)
+    # A global product, and block scales without the global one, are within 2^18 of the scales themselves.
+    if a.side.scale == "e4m3":
+        safe = safe & (sa + sb >= -100)
+    return total, safe

@@ -1,0 +1,104 @@
+"""What a correct block-scaled GEMM may answer: an interval for every output, or one value where a model is exact.
+
+Contract: docs/gemm.md. The exact sum is computed in FP64 with its own error bounded; the declared accumulator and the
+scale multiplications widen it (`references.accumulators`, `references.hopper`); the ends are then rounded to the output
+dtype. Where the recipe names an exact model, a sample of rows admits the model's answer alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from references import hopper
+from references.accumulators import SLACK, Radius, Sums, radius, sums
+from references.gemm_formats import Operand
+from references.gemm_models import exact_rows, has_model
+from references.judging import Interval
+from references.recipes import Recipe
+from references.rounding import half_ulp, next_down, next_up, round_to
+
+SAMPLE = {"cpu": 2**22, "cuda": 2**30}
+"""Products that the exact model evaluates for one answer, by device type."""
+
+
+@dataclass(frozen=True)
+class Admissible:
+    """The admissible outputs ``[m, n]``.
+
+    interval: FP64 ends; ``nominal`` is the model's answer in modelled rows, elsewhere the exact sum rounded once.
+    radii: by stage, each ``[m, n]``: ``accumulation``, ``scaling``, ``output_rounding``, ``evaluation`` (FP64's own).
+    modelled: bool ``[m]``, rows where the model's answer is the only one.
+    """
+
+    interval: Interval
+    radii: dict[str, Tensor]
+    modelled: Tensor
+
+
+def admissible_gemm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype) -> Admissible:
+    """The outputs of ``a @ b.T`` in ``dtype`` that a recipe admits; memory is a few FP64 matrices of the output."""
+    facts = sums(a, b)
+    low, high, parts = _bounds(facts, a, b, recipe)
+    nominal = round_to(facts.exact, dtype)
+    ends = _rounded(low, high, recipe, dtype)
+    centre = facts.exact.clone()
+    modelled = torch.zeros(a.values.shape[0], dtype=torch.bool, device=nominal.device)
+    if has_model(a, b, recipe):
+        chosen = sample_rows(a.values.shape[0], b.values.shape[0] * facts.n, nominal.device)
+        answer = round_to(exact_rows(a.rows(chosen), b, recipe), dtype)
+        modelled[chosen] = True
+        nominal[chosen], centre[chosen], ends[0][chosen], ends[1][chosen] = answer, answer, answer, answer
+    rounding = half_ulp(nominal, dtype)
+    reach = rounding
+    for end in (*ends, nominal):
+        reach = torch.maximum(reach, (end - centre).abs().nan_to_num(nan=0.0, posinf=0.0))
+    radii = {
+        "accumulation": parts.accumulation,
+        "scaling": parts.scaling,
+        "output_rounding": rounding,
+        "evaluation": facts.error,
+    }
+    return Admissible(Interval(ends[0], ends[1], nominal, centre, reach), radii, modelled)
+
+
+def _bounds(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> tuple[Tensor, Tensor, Radius]:
+    """Real numbers between which the accumulator ends, before it is rounded to the output dtype."""
+    if recipe.accumulator == "hopper_fp8":
+        shift = hopper.deviation(a, b, recipe)
+        low, high = facts.exact + shift.low - facts.error, facts.exact + shift.high + facts.error
+        parts = Radius(torch.maximum(-shift.low, shift.high) - shift.scaling, shift.scaling)
+    else:
+        parts = radius(facts, a, b, recipe)
+        width = (parts.total + facts.error) * SLACK
+        low, high = facts.exact - width, facts.exact + width
+    still = (high == low) | ((parts.total == 0) & (facts.error == 0))
+    infinity = torch.full((), torch.inf, dtype=low.dtype, device=low.device)
+    low = torch.where(still, low, torch.nextafter(low, -infinity))
+    high = torch.where(still, high, torch.nextafter(high, infinity))
+    return low, high, parts
+
+
+def _rounded(low: Tensor, high: Tensor, recipe: Recipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The ends of the admissible numbers of ``dtype``."""
+    ends = round_to(low, dtype), round_to(high, dtype)
+    if recipe.out_rounding == "nearest":
+        return ends
+    return (
+        torch.where(ends[0] > low, next_down(ends[0], dtype), ends[0]),
+        torch.where(ends[1] < high, next_up(ends[1], dtype), ends[1]),
+    )
+
+
+def sample_rows(rows: int, products: int, device: torch.device) -> Tensor:
+    """Evenly spread row numbers, the first and the last among them, whose products fit `SAMPLE`; one row at least."""
+    count = max(1, min(rows, SAMPLE.get(device.type, SAMPLE["cpu"]) // max(1, products)))
+    return torch.div(torch.arange(count, device=device) * (rows - 1), max(1, count - 1), rounding_mode="floor")
+
+
+def fp32_reference(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    """The best of the same precision: operands dequantised to FP32, one FP32 matmul, rounded to ``dtype``; FP64."""
+    product = a.values.to(torch.float32) @ b.values.to(torch.float32).T
+    return round_to(product.to(torch.float64), dtype)
