@@ -76,7 +76,8 @@ def request(config: pytest.Config) -> Request:
     if cases is not None and cases < 1:
         raise UsageError(f"--conformance-cases: {cases} is less than 1")
     out = given("out")
-    if out in config.invocation_params.args and config.invocation_params.dir not in Path(out).absolute().parents:
+    here = config.invocation_params.dir.resolve()
+    if out in config.invocation_params.args and here not in (here / out).resolve().parents:
         # Before plugins are loaded, pytest takes the word for a place of tests and moves its rootdir there.
         raise UsageError(f"write --conformance-out={out}, without a blank, for a directory outside this one")
     settings = Settings(
@@ -87,7 +88,7 @@ def request(config: pytest.Config) -> Request:
         cases=cases,
         texts=tuple(given("case")),
         seed=_seed(config),
-        out=Path(out).absolute() if out else Settings.out,
+        out=here / out if out else Settings.out,
         plugins=tuple(given("plugin")),
         memory_limit=parsed("memory-limit", units.size, MEMORY_LIMIT),
         limits=Limits(

@@ -17,5 +17,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_conformance(check: str, conformance_check: Callable[[str], None]) -> None:
     """Run the cases of one check, all of them, then fail, xfail or skip by what they gave."""
-    __tracebackhide__ = True
     conformance_check(check)
