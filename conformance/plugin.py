@@ -107,12 +107,15 @@ def _run(item: pytest.Item, name: str) -> None:
     process, controller = _process(item.config), item.config.stash.get(CONTROLLER, None)
     check = process.checks[name]
     sink = controller.receive if controller else lambda records: None
+    failure = ""
     try:
         records = process.bench.run(check, sink)
     except HarnessError as error:
-        item.stash[HARNESS] = str(error)
-        item.session.shouldfail = f"the harness failed: {error}"
-        pytest.fail(f"the harness failed, so that nothing can be said: {error}", pytrace=False)
+        failure = str(error)
+    if failure:
+        item.stash[HARNESS] = failure
+        item.session.shouldfail = f"the harness failed: {failure}"
+        pytest.fail(f"the harness failed, so that nothing can be said: {failure}", pytrace=False)
     item.stash[RECORDS] = records
     said = outcome(check, records, process.blueprint.plugins)
     item.user_properties += [("cases", len(check.cases)), ("outcome", said.kind)]
@@ -158,6 +161,10 @@ class _Receiver:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._controller.select(_check_of(item.nodeid) for item in session.items)
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        # xdist ends a run with a kind of KeyboardInterrupt that has a message.
+        self._controller.stopped = str(excinfo.value) or "interrupted"
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
         self._controller.select(map(_check_of, ids))
@@ -176,7 +183,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     controller = session.config.stash.get(CONTROLLER, None)
     if controller is None or not controller.selected or session.config.option.collectonly:
         return
-    code = controller.conclude(_stopped(session))
+    controller.stopped = controller.stopped or str(session.shouldfail or session.shouldstop or "")
+    code = controller.conclude()
     session.config.stash[PATHS] = []
     try:
         session.config.stash[PATHS] = [str(path) for path in controller.write()]
@@ -236,10 +244,3 @@ def _process(config: pytest.Config) -> Controller | Executor:
 def _check_of(nodeid: str) -> str:
     """The id of the check that an item is about."""
     return nodeid.rpartition("[")[2].removesuffix("]")
-
-
-def _stopped(session: pytest.Session) -> str:
-    """Why pytest has ended early, if it has."""
-    if session.exitstatus == pytest.ExitCode.INTERRUPTED and not session.shouldstop:
-        return "interrupted"
-    return str(session.shouldfail or session.shouldstop or "")

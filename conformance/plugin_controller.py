@@ -74,7 +74,8 @@ class Controller:
         )
         self.checks = self.blueprint.checks()
         self.records: list[Record] = []
-        self.failure = ""
+        self.failure = ""  # of the harness
+        self.stopped = ""  # why pytest ended early
         self._seen: set[Key] = set()
         self.selected: dict[str, Check] = {}
 
@@ -111,15 +112,13 @@ class Controller:
         if self._journal and fresh:
             self._journal.write(fresh)
 
-    def conclude(self, stopped: str) -> int:
-        """Complete the description of the run and give the command line's exit code for it.
-
-        stopped: why pytest ended early, if it did.
-        """
+    def conclude(self) -> int:
+        """Complete the description of the run and give the command line's exit code for it."""
         checks = self.selected.values()
         planned = {key for check in checks for key in check.keys}
+        settled = len(planned & self._seen)
         result = RunResult(
-            planned=len(planned), settled=len(planned & self._seen), stopped=stopped, left_out=self._left_out(planned)
+            planned=len(planned), settled=settled, stopped=self.stopped, left_out=self._left_out(planned)
         )
         targets = [
             replace(target, ledger=Ledger(tuple(entry for entry in target.ledger.entries if entry.id in proved)))
