@@ -30,10 +30,10 @@ normal number (sum: S^); the largest exponent then belongs to a magnitude of at 
 the dot product), five with two-level scales, none where scales are powers of two: factors (1 + d)^r with |d| <= 2^-24,
 so a term errs by g = r u / (1 - r u) relatively, all terms by g S, and Q grows to Q + g S.
 
-**Underflow.** An FP32 result below 2^-126 errs by up to 2^-149 instead (2^-126 if subnormals may be flushed), and later
-factors multiply that error. What may underflow: a dequantised element (times the other operand, summed), sA * sB (times
-the dot product), dot * sA (times sB), a global product, and each of the sums. The total is bounded by row sums and row
-maxima. Where all of these quantities are normal numbers there is no such term.
+**Underflow.** An FP32 result below 2^-126 errs by up to 2^-149 instead (2^-150 if it is rounded to nearest, 2^-126 if
+subnormals may be flushed), and later factors multiply that error. What may underflow: a dequantised element (times the
+other operand, summed), sA * sB (times the dot product), dot * sA (times sB), a global product, and each of the sums.
+The total is bounded by row sums and row maxima. Where all of these quantities are normal numbers there is no such term.
 
 **Lattices.** Every term of output (m, n) is a multiple of 2^q, q the sum of the least set bits of row m of A and of row
 n of B. If S <= 2^(p + q), p the accumulator's significant bits, then every partial sum and every scaled partial sum is
@@ -100,7 +100,7 @@ def sums(a: Operand, b: Operand) -> Sums:
     """
     n = a.values.shape[1]
     exact = a.values @ b.values.T
-    growth = _gamma(n + 1, U64)
+    growth = gamma(n + 1, U64)
     size = (a.values.abs() @ b.values.abs().T) * (1 + 2 * growth)
     raised = [_raised(item) for item in (a, b)]
     clamped = size
@@ -134,7 +134,8 @@ def _raised(side: Operand) -> Tensor | None:
     return side.values.abs() * torch.where(small, least / magnitude, 1.0) * (1 + 4 * U64)
 
 
-def _gamma(roundings: float, unit: float) -> float:
+def gamma(roundings: float, unit: float) -> float:
+    """r u / (1 - r u): the relative error of r roundings within u. Raises ValueError where that is no bound."""
     product = roundings * unit
     if product >= 0.5:
         raise ValueError(f"gemm: {roundings} roundings of {unit} leave no bound")
@@ -158,17 +159,17 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
     """The error bound of every output under ``recipe.accumulator``, any but ``hopper_fp8``."""
     kind, n = recipe.accumulator, facts.n
     unit = U64 if kind == "fp64" else U32
-    scaling = facts.size * _gamma(scale_roundings(a, b), unit)
+    scaling = facts.size * gamma(scale_roundings(a, b), unit)
     inner = (facts.size + facts.exact.abs() + facts.error) * 0.5 + scaling
     if kind == "fp32_any":
         inner = inner + (facts.clamped - facts.size).clamp(min=0.0)
-    accumulation = inner * _gamma(_coefficient(recipe, n, min(a.width, b.width)), 1.0)
+    accumulation = inner * gamma(_coefficient(recipe, n, min(a.width, b.width)), 1.0)
     if kind == "bf16_split_k":
         converted = U_BF16 * (facts.size + scaling + accumulation)
-        added = _gamma(recipe.split_k - 1, U_BF16) * (inner + accumulation + converted)
+        added = gamma(recipe.split_k - 1, U_BF16) * (inner + accumulation + converted)
         accumulation = accumulation + converted + added
     held = on_lattice(facts.clamped if kind == "fp32_any" else facts.size, facts.unit, BITS[kind])
-    tiny, safe = underflow(a, b, recipe)
+    tiny, safe = underflow(a, b, recipe, n)
     exact = held & safe
     return Radius(
         torch.where(exact, 0.0, accumulation * SLACK),
@@ -201,10 +202,14 @@ def scale_roundings(a: Operand, b: Operand) -> int:
     return 5 if "e4m3" in kinds else 3
 
 
-def underflow(a: Operand, b: Operand, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """What underflow can add to the error, and where nothing can underflow; both ``[m, n]``."""
+def underflow(a: Operand, b: Operand, recipe: Recipe, steps: int) -> tuple[Tensor, Tensor]:
+    """What underflow can add to the error, and where nothing can underflow; both ``[m, n]``.
+
+    steps: FMAs or sums whose result may underflow, of one output.
+    """
     flush = recipe.subnormals == "flush"
-    tiny = 2.0**-126 if flush else 2.0**-149
+    to_nearest = recipe.accumulator in ("fp32_rn", "hopper_fp8")
+    tiny = 2.0**-126 if flush else 2.0**-150 if to_nearest else 2.0**-149
     size_a, size_b = a.codes.abs(), b.codes.abs()
     reach_a, reach_b = size_a.amax(1)[:, None], size_b.amax(1)[None, :]
     rows_a, rows_b = a.values.abs().sum(1)[:, None], b.values.abs().sum(1)[None, :]
@@ -213,7 +218,7 @@ def underflow(a: Operand, b: Operand, recipe: Recipe) -> tuple[Tensor, Tensor]:
     total = by_codes * (rows_a + rows_b)
     total = total + reach_a * size_b.sum(1)[None, :]
     total = total + a.scales.abs().sum(1)[:, None] * (1 + reach_b) + b.scales.abs().sum(1)[None, :] * (1 + reach_a)
-    total = (total + 2 * a.codes.shape[1] + 4) * tiny
+    total = (total + steps) * tiny
     low = [(_least_of_rows(item.values), _least_of_rows(item.codes), least_bit(item.scales).amin(1)) for item in (a, b)]
     (va, ca, sa), (vb, cb, sb) = [tuple(part[:, None] for part in low[0]), tuple(part[None, :] for part in low[1])]
     safe = (va >= -126) & (vb >= -126) & (va + vb >= -126) & (va + cb >= -126) & (ca + vb >= -126) & (sa + sb >= -126)

@@ -67,14 +67,14 @@ def admissible_gemm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype) 
 def _bounds(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> tuple[Tensor, Tensor, Radius]:
     """Real numbers between which the accumulator ends, before it is rounded to the output dtype."""
     if recipe.accumulator == "hopper_fp8":
-        shift = hopper.deviation(a, b, recipe)
+        shift = hopper.deviation(facts, a, b, recipe)
         low, high = facts.exact + shift.low - facts.error, facts.exact + shift.high + facts.error
         parts = Radius(torch.maximum(-shift.low, shift.high) - shift.scaling, shift.scaling)
     else:
         parts = radius(facts, a, b, recipe)
         width = (parts.total + facts.error) * SLACK
         low, high = facts.exact - width, facts.exact + width
-    still = (high == low) | ((parts.total == 0) & (facts.error == 0))
+    still = (parts.total == 0) & (facts.error == 0)
     infinity = torch.full((), torch.inf, dtype=low.dtype, device=low.device)
     low = torch.where(still, low, torch.nextafter(low, -infinity))
     high = torch.where(still, high, torch.nextafter(high, infinity))

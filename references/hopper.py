@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from references.accumulators import NOTHING, SLACK, U32, _gamma, least_bit, on_lattice, sums, underflow
+from references.accumulators import NOTHING, SLACK, U32, Sums, gamma, least_bit, on_lattice, underflow
 from references.gemm_formats import Operand
 from references.recipes import Recipe
 from references.rounding import power_of_two
@@ -51,8 +51,11 @@ class Deviation:
     scaling: Tensor
 
 
-def deviation(a: Operand, b: Operand, recipe: Recipe) -> Deviation:
-    """The bound for two E4M3 operands. Raises ValueError for other payloads and for K blocks that are no groups."""
+def deviation(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Deviation:
+    """The bound for two E4M3 operands. facts: `accumulators.sums` of them.
+
+    Raises ValueError for other payloads and for K blocks that are no whole groups.
+    """
     block = promoted_block(a, b, recipe)
     low, high, size = _zeros(a, b), _zeros(a, b), _zeros(a, b)
     left, right = _Terms.of(a, block), _Terms.of(b, block)
@@ -67,10 +70,10 @@ def deviation(a: Operand, b: Operand, recipe: Recipe) -> Deviation:
     roundings = 3 if recipe.scale_combination == "any" else 2
     if a.side.scale == "ue8m0" and b.side.scale == "ue8m0":
         roundings = 0
-    tiny, safe = underflow(a, b, recipe)
-    scaling = size * _gamma(roundings, U32)
-    adding = (size + scaling) * _gamma(left.exponent.shape[2], U32)
-    facts = sums(a, b)
+    blocks = left.exponent.shape[2]
+    tiny, safe = underflow(a, b, recipe, blocks)
+    scaling = size * gamma(roundings, U32)
+    adding = (size + scaling) * gamma(blocks, U32)
     exact = on_lattice(facts.size, facts.unit, 24) & safe & (low == 0) & (high == 0)
     scaling = torch.where(exact, 0.0, (scaling + torch.where(safe, 0.0, tiny)) * SLACK)
     adding = torch.where(exact, 0.0, adding * SLACK)

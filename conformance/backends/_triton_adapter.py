@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from conformance.backends import _triton_gemm_adapter as gemms
 from conformance.backends import _triton_kernels as kernels
 from conformance.backends import _triton_layouts as layouts
 from references.backend import Claim, Unsupported
@@ -43,12 +44,17 @@ class TritonBackend:
     """This project's Triton kernels, compiled or interpreted.
 
     name: of the backend. devices: the device types that it claims. max_elements: of a matrix; the interpreter is slow.
-    tile_rows: rows a program takes of a block of columns. pace: share of the plan to run.
+    tile_rows: rows a program takes of a block of columns. pace: share of the plan to run. dots: whether ``tl.dot`` of
+    FP8 and BF16 can be relied on.
     """
 
-    def __init__(self, name: str, *, device: str, max_size: int | None, tile_rows: int, pace: float) -> None:
+    def __init__(
+        self, name: str, *, device: str, max_size: int | None, tile_rows: int, pace: float, dots: bool = True
+    ) -> None:
         self.name = name
         self.pace = pace
+        self._dots = dots
+        self._capability: tuple[int, int] | None = None
         self._device = device
         self._max_size = max_size
         self._tile_rows = tile_rows
@@ -61,8 +67,11 @@ class TritonBackend:
         """Every kernel on the devices of this backend; without FP8 casts (below SM89) no E4M3."""
         if device.split(":")[0] != self._device:
             return []
-        e4m3 = self._device == "cpu" or torch.cuda.get_device_capability(torch.device(device)) >= (8, 9)
-        return [claim for claim in self._all_claims() if e4m3 or not _needs_e4m3(claim)]
+        if self._device != "cpu":
+            self._capability = torch.cuda.get_device_capability(torch.device(device))
+        e4m3 = self._capability is None or self._capability >= (8, 9)
+        found = [claim for claim in self._all_claims() if e4m3 or not _needs_e4m3(claim)]
+        return [*found, *(gemms.claims(self._max_size, self._capability) if self._dots else ())]
 
     def _all_claims(self) -> Iterable[Claim]:
         def claims(
@@ -89,6 +98,8 @@ class TritonBackend:
 
     def recipe(self, claim: Claim) -> Recipe:
         """IEEE divisions; products in FP32, then the output dtype; NVFP4 takes block scale x global scale first."""
+        if claim.operation in gemms.OPERATIONS:
+            return gemms.recipe(claim, self._capability)
         nvfp4, fp32_scales = claim.variant == "nvfp4", claim.where.get("scale") == ("fp32",)
         if claim.operation == "quantize":
             return Recipe(
@@ -111,6 +122,8 @@ class TritonBackend:
                 return lambda out: {"output": self._dequantize(case, inputs, out)}
             case "scale_layout":
                 return lambda out: {"scales": _scale_layout(case, inputs["scales"], out)}
+            case "gemm":
+                return lambda out: {"output": self._gemm(case, inputs, out)}
             case "requantize" if case.variant == "deepseek_fp8":
                 return lambda out: self._requantize(inputs["payload"], inputs["scales"], out)
         raise Unsupported(f"no {case.operation} {case.variant}")
@@ -188,6 +201,10 @@ class TritonBackend:
             SCALE=scale, TILE_M=self._tile_rows, TILE_K=128,
         )  # fmt: skip
         return output
+
+    def _gemm(self, case: Any, inputs: Mapping[str, Tensor], out: Out) -> Tensor:
+        shape = case.integer("m"), case.integer("n")
+        return gemms.gemm(case, inputs, _buffer(out, "output", shape, OUTPUTS[case["out"]], inputs["a"]))
 
     def _requantize(self, payload: Tensor, scales: Tensor, out: Out) -> Parts:
         weight = payload.new_empty(payload.shape, dtype=torch.float32)
