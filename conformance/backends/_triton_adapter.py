@@ -173,7 +173,8 @@ class TritonBackend:
             partial = x.new_empty(grid, dtype=torch.int32)
             scale = parts["scales"] = _buffer(out, "scales", (1, 1), torch.float32, x)
             kernels.tile_amax_kernel[grid](x, partial, m, k, *x.stride(), grid[1], **tile)
-            kernels.tensor_scale_kernel[(1,)](partial, scale, partial.numel(), AMAX_FLOOR, BLOCK=1024)
+            steps = triton.next_power_of_2(triton.cdiv(partial.numel(), 1024))
+            kernels.tensor_scale_kernel[(1,)](partial, scale, partial.numel(), AMAX_FLOOR, STEPS=steps, BLOCK=1024)
         parts["payload"] = _buffer(out, "payload", (m, k), torch.uint8, x)
         kernels.quantize_by_scale_kernel[grid](x, scale, parts["payload"], m, k, *x.stride(), **tile)
         return parts

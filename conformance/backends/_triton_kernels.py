@@ -175,11 +175,14 @@ def tile_amax_kernel(
 
 
 @triton.jit
-def tensor_scale_kernel(partial_ptr, scale_ptr, n, amax_floor, BLOCK: tl.constexpr):
-    """scale[0] = max(amax, amax_floor) / 448 from the bits of n partial maxima; one program."""
+def tensor_scale_kernel(partial_ptr, scale_ptr, n, amax_floor, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """scale[0] = max(amax, amax_floor) / 448 from the bits of n <= STEPS * BLOCK partial maxima; one program.
+
+    The trip count is constant: Triton 3.6's interpreter cannot evaluate range(n) with numpy 2.5.
+    """
     largest = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, n, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
+    for step in range(STEPS):
+        offsets = step * BLOCK + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(partial_ptr + offsets, mask=offsets < n, other=0))
     amax = (tl.zeros([1], tl.int32) + tl.max(largest, axis=0)).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.maximum(amax, amax_floor), tl.full([1], 448.0, tl.float32))

@@ -189,7 +189,7 @@ def _compile(sm: int) -> None:
         "quantize_e4m3_square_kernel": {"POLICY": "ceil", "BLOCK_M": 128, "TILE_M": 16, "GROUP": 128},
         "quantize_e2m1_kernel": {"POLICY": "e4m3", "TILE_M": 16, "GROUP": 16},
         "tile_amax_kernel": {"TILE_M": 16, "TILE_K": 128},
-        "tensor_scale_kernel": {"BLOCK": 1024},
+        "tensor_scale_kernel": {"STEPS": 2, "BLOCK": 1024},
         "quantize_by_scale_kernel": {"TILE_M": 16, "TILE_K": 128},
         "dequantize_e4m3_kernel": {"SCALE": "ue8m0", "TILE_M": 16, "TILE_K": 128},
         "dequantize_e2m1_kernel": {"SCALE": "e4m3", "GROUP": 16, "TILE_M": 16, "TILE_PAIRS": 64},
