@@ -112,13 +112,17 @@ class Ledger:
     entries: tuple[Entry, ...] = ()
 
     def narrowed(self, description: Description, groups: Iterable[tuple[str, str]]) -> Ledger:
-        """The entries that apply to a target and whose witness is of one of the (operation, variant) groups."""
+        """The entries that apply to a target and speak of one of the (operation, variant) groups.
+
+        The witness of an entry need not be of those groups: it is replayed all the same.
+        """
         wanted = set(groups)
         return Ledger(
             tuple(
                 entry
                 for entry in self.entries
-                if entry.applies(description) and tuple(entry.witness.split(" ", 2)[:2]) in wanted
+                if entry.applies(description)
+                and wanted.intersection((entry.operation, name) for name in entry.variants)
             )
         )
 

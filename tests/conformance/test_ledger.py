@@ -187,3 +187,9 @@ def test_ids_are_distinct(tmp_path: Path) -> None:
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="cannot read"):
         ledger.load(tmp_path / "none.toml")
+
+
+def test_an_entry_speaks_of_every_variant_it_names_not_only_its_witness(tmp_path: Path) -> None:
+    (entry,) = load(tmp_path).entries
+    wider = Ledger((replace(entry, variants=(*entry.variants, "floor")),))
+    assert wider.narrowed(DESCRIPTION, [("ue8m0", "floor")]) == wider
