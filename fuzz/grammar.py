@@ -222,6 +222,87 @@ def _gemm(variant: str, *, grouped: bool = False) -> Rule:
 
 LAYOUTS = ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
 
+
+@dataclass(frozen=True)
+class Router:
+    """The keys that a routing method adds; ``pair`` asks for groups of at least two experts."""
+
+    biased: bool = False
+    grouped: bool = False
+    pair: bool = False
+    scaled: bool = False
+    renormalize: bool = False
+    max_topk: int = 32
+
+
+ROUTERS: Mapping[str, Router] = {
+    "Default": Router(),
+    "Renormalize": Router(),
+    "RenormalizeNaive": Router(),
+    "DeepSeekV3": Router(biased=True, grouped=True, pair=True, scaled=True, renormalize=True),
+    "Llama4": Router(max_topk=1),
+    "TopK": Router(),
+    "SigmoidRenorm": Router(),
+    "MiniMax2": Router(biased=True, scaled=True),
+    "SqrtSoftplus": Router(biased=True, scaled=True, renormalize=True),
+    "Sigmoid": Router(),
+    "TopKSigmoid": Router(),
+    "GroupedTopK": Router(grouped=True, scaled=True, renormalize=True),
+}
+"""Routing method -> its keys; ``references.routing.METHODS`` says what the methods compute."""
+MAX_EXPERTS = 512
+ROUTER_VALUES = (
+    "normal",
+    "ties",
+    "all_equal",
+    "all_negative",
+    "saturated",
+    "wide",
+    "near_ties",
+    "group_ties",
+    "nonfinite",
+    "zero",
+)
+
+
+def _router_check(router: Router) -> Callable[[Mapping[str, str]], str | None]:
+    def check(given: Mapping[str, str]) -> str | None:
+        experts, topk = int(given["experts"]), int(given["topk"])
+        groups, kept = int(given.get("groups", "1")), int(given.get("topk_group", "1"))
+        if experts % groups or kept > groups:
+            return f"topk_group={kept} of groups={groups} does not divide experts={experts}"
+        if router.pair and kept < groups and experts // groups < 2:
+            return f"groups={groups} of experts={experts} hold fewer than two experts"
+        if topk > experts // groups * kept:
+            return f"topk={topk} is above the {experts // groups * kept} experts of the kept groups"
+        return _fits("experts", "tokens")(given)
+
+    return check
+
+
+def _routing(router: Router) -> Rule:
+    keys: dict[str, Choice | Size] = {
+        "dtype": Choice(FLOATS),
+        "experts": Size(most=MAX_EXPERTS),
+        "out": Choice(("fp32", "bf16", "fp16", "packed")),
+        "padding": Choice(("none", "some")),
+        "shared": Choice(("0", "1", "2")),
+        "stride": Choice(STRIDES),
+        "tokens": Size(most=2**16),
+        "topk": Size(most=router.max_topk),
+        "values": Choice(ROUTER_VALUES),
+    }
+    if router.biased:
+        keys |= {"bias": Choice(("0", "0.1", "12", "1e4")), "bias_dtype": Choice(("fp32", "bf16"))}
+    if router.grouped:
+        keys |= {"groups": Size(most=MAX_EXPERTS), "topk_group": Size(most=MAX_EXPERTS)}
+    if router.scaled:
+        keys |= {"scaling": Choice(("1", "2.5", "16"))}
+    if router.renormalize:
+        keys |= {"renormalize": Choice(("on", "off"))}
+    return Rule(dict(sorted(keys.items())), _router_check(router))
+
+
 GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
     "ue8m0": {policy: _ue8m0(policy) for policy in UE8M0_POLICIES},
     "quantize": {variant: _quantize(variant) for variant in FORMATS},
@@ -236,5 +317,6 @@ GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
         ),
     },
     "gemm": {variant: _gemm(variant) for variant in GEMM_FORMATS},
+    "routing": {method: _routing(router) for method, router in ROUTERS.items()},
 }
 """operation -> variant -> `Rule`."""

@@ -16,6 +16,7 @@ from fuzz.gemm_inputs import build_gemm
 from fuzz.grammar import AMAX_SOURCES
 from fuzz.philox import key_of, words
 from fuzz.profiles import MATRIX_PROFILES, top_exponent
+from fuzz.routing_inputs import LOGIT_PROFILES, bias_of, logits_matrix
 from fuzz.scale_profiles import LAYOUT_PROFILES, SCALE_PROFILES
 from fuzz.sites import Matrix, Site
 from fuzz.values import ELEMENTS, FLOATS, Float, from_bits, integer, pow2, to_bits, unit
@@ -43,7 +44,8 @@ def build(case: Case, rows: slice | None = None) -> dict[str, Tensor]:
 
 def row_count(case: Case) -> int:
     """The number of rows that ``rows`` of `build` counts."""
-    return case.integer({"ue8m0": "n", "scale_layout": "rows", "requantize": "n"}.get(case.operation, "m"))
+    names = {"ue8m0": "n", "scale_layout": "rows", "requantize": "n", "routing": "tokens"}
+    return case.integer(names.get(case.operation, "m"))
 
 
 def block_of(case: Case) -> tuple[int, int]:
@@ -197,6 +199,15 @@ def _gemm(case: Case, rows: slice | None) -> dict[str, Tensor]:
     return build_gemm(case)
 
 
+def _routing(case: Case, rows: slice | None) -> dict[str, Tensor]:
+    matrix = logits_matrix(case)
+    first, last = _range(rows, matrix.rows)
+    logits = strided((last - first, matrix.cols), case["stride"], matrix)
+    _fill(logits, matrix, first, last, LOGIT_PROFILES[case["values"]])
+    bias = bias_of(case)
+    return {"logits": logits.view(TORCH_FLOATS[case["dtype"]])} | ({} if bias is None else {"bias": bias})
+
+
 _BUILDERS: dict[str, Callable[[Case, slice | None], dict[str, Tensor]]] = {
     "ue8m0": _ue8m0,
     "quantize": _quantize,
@@ -204,6 +215,7 @@ _BUILDERS: dict[str, Callable[[Case, slice | None], dict[str, Tensor]]] = {
     "scale_layout": _scale_layout,
     "requantize": _requantize,
     "gemm": _gemm,
+    "routing": _routing,
 }
 
 

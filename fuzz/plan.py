@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from fuzz.case import Case, CaseError
 from fuzz.grammar import GRAMMAR, Choice, Size
+from fuzz.routing_shapes import corner
 from fuzz.scale_profiles import SPECIAL
 from fuzz.strategies import Limits, cases, least, unit
 
@@ -169,6 +170,9 @@ def _shapes(group: Group, max_elements: int) -> Iterator[Case]:
 
 def _pairs(group: Group, max_elements: int) -> Iterator[Case]:
     words = _words(group)
+    if group[0] == "routing":
+        yield from (_case(group, index, row, _ROOMY, max_elements) for index, row in enumerate(_pairwise(words)))
+        return
     profiles = words.pop("values")
     others = sorted(((key, list_) for key, list_ in words.items() if len(list_) > 1), key=lambda item: len(item[1]))
     steps = max((len(list_) for _, list_ in others), default=1)
@@ -177,6 +181,30 @@ def _pairs(group: Group, max_elements: int) -> Iterator[Case]:
         for place, (key, list_) in enumerate(others):
             picked[key] = list_[(step + number // len(list_) ** place) % len(list_)]
         yield _case(group, index, picked, _ROOMY, max_elements)
+
+
+def _pairwise(words: dict[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
+    """Rows that hold every pair of words of any two keys, greedily few: for the many keys of a router."""
+    keys = [key for key, list_ in words.items() if len(list_) > 1]
+    left = {
+        ((one, a), (other, b))
+        for place, one in enumerate(keys)
+        for other in keys[place + 1 :]
+        for a, b in product(words[one], words[other])
+    }
+    while left:
+        row = dict(min(left, key=lambda pair: [(keys.index(key), words[key].index(word)) for key, word in pair]))
+        for key in keys:
+            if key not in row:
+                gains = {word: len(left & _pairs_of({**row, key: word}, keys)) for word in words[key]}
+                row[key] = max(words[key], key=lambda word, gains=gains: gains[word])  # type: ignore[misc]
+        left -= _pairs_of(row, keys)
+        yield row
+
+
+def _pairs_of(row: dict[str, str], keys: Sequence[str]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    items = [(key, row[key]) for key in keys if key in row]
+    return {(one, other) for place, one in enumerate(items) for other in items[place + 1 :]}
 
 
 def _turn(words: dict[str, tuple[str, ...]], index: int) -> dict[str, str]:
@@ -210,14 +238,14 @@ def _case(group: Group, index: int, picked: dict[str, str], shapes: _Shapes, max
     turned = [list_[starts[key] :] + list_[: starts[key]] for key, list_ in free.items()]
     for combination in product(*turned):
         given_ = {"values": values, **dict(zip(free, combination, strict=True))}
-        given_ |= _sizes(group, given_, shapes[(index + index // len(shapes)) % len(shapes)], max_elements)
+        given_ |= _sizes(group, given_, shapes[(index + index // len(shapes)) % len(shapes)], index, max_elements)
         if rule.check(given_) is None:
             return Case(operation, variant, tuple(sorted(given_.items())), index)
     raise ValueError(f"no case of {operation} {variant} with values={values}")
 
 
 def _sizes(
-    group: Group, words: dict[str, str], shape: tuple[tuple[int, int], tuple[int, int]], max_elements: int
+    group: Group, words: dict[str, str], shape: tuple[tuple[int, int], tuple[int, int]], index: int, max_elements: int
 ) -> dict[str, str]:
     rule = GRAMMAR[group[0]][group[1]]
     sizes = {key: domain for key, domain in rule.keys.items() if isinstance(domain, Size)}
@@ -225,6 +253,8 @@ def _sizes(
         blocks, more = shape[1]
         return {"n": str(_SETS.get(words["values"], max(1, blocks * 64 + more)))}
     room = Limits(max_elements).room(group[0], sizes, words)
+    if group[0] == "routing":
+        return corner(group[1], index, room)
     found = {}
     # Columns first: a cut that makes room falls on the rows.
     for key, (blocks, more) in zip(sorted(sizes, key=_is_rows), cycle(reversed(shape)), strict=False):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fuzz.case import Case
 from fuzz.grammar import GRAMMAR, Choice, Size
+from fuzz.routing_shapes import SHAPES, TOKENS, fitted
 
 _PRIMES = (5, 7, 13, 17, 31, 61, 97, 127, 251, 509, 1021, 2039)
 _DIGIT = st.integers(0, 63)
@@ -79,10 +80,13 @@ def _cases(draw: st.DrawFn, groups: tuple[tuple[str, str], ...], limits: Limits)
             given[key] = domain.values[0] if len(domain.values) == 1 else draw(_word(domain.values))
     sizes = {key: domain for key, domain in rule.keys.items() if isinstance(domain, Size)}
     order = list(sizes)
+    if operation == "routing":
+        given |= draw(_router_sizes(variant, limits.room(operation, sizes, given)))
+        order = []
     aspect = draw(_ASPECT) if len(order) > 1 else 3
     if aspect % 2:
         order.reverse()
-    room = limits.room(operation, sizes, given)
+    room = limits.room(operation, sizes, given) if order else 1
     for place, key in enumerate(order):
         others = 1
         for later in order[place + 1 :]:
@@ -112,6 +116,8 @@ def unit(operation: str, key: str, given: Mapping[str, str]) -> int:
         return 128
     if operation in ("gemm", "grouped_gemm"):
         return {"k": 128, "n": 64, "groups": 2}.get(key, 16)
+    if operation == "routing":
+        return {"experts": 512, "tokens": 50}.get(key, 1)
     height, _, width = given.get("block", "").partition("x")
     if not width:
         return 64
@@ -134,6 +140,19 @@ def interesting_sizes(domain: Size, unit: int, room: int) -> tuple[int, ...]:
     most = min(room, domain.most)
     fitting = {size for size in sizes if domain.least <= size <= most and size % domain.multiple == 0}
     return tuple(sorted(fitting | {least(domain)}))[:99]
+
+
+@st.composite
+def _router_sizes(draw: st.DrawFn, method: str, room: int) -> dict[str, str]:
+    """A router in use or any other, with a few tokens or many."""
+    shape = draw(st.sampled_from(SHAPES))
+    if draw(st.booleans()):
+        experts, groups, kept, topk = (draw(_DIGIT) for _ in range(4))
+        shape = (1 + experts * 8 + groups % 8, 1 + groups, 1 + kept % (1 + groups), 1 + topk % 32)
+    tokens = draw(st.sampled_from((1, *TOKENS)))
+    if draw(st.booleans()):
+        tokens = 1 + draw(_DIGIT)
+    return fitted(method, shape, tokens, room)
 
 
 @lru_cache(4096)

@@ -21,6 +21,33 @@ Accumulator = Literal["fp32_any", "fp32_rn", "fp64", "hopper_fp8", "hopper_f16",
 ScaleCombination = Literal["any", "fma_dot_sa_sb", "fma_dot_sasb"]
 Promotion = Literal["every_128", "none"]
 OutRounding = Literal["nearest", "faithful"]
+Sigmoid = Literal["exp", "tanh"]
+TieRule = Literal["lowest_index", "any"]
+BiasDtype = Literal["fp32", "bf16"]
+Denominator = Literal["add", "max", "none"]
+Scaling = Literal["topk", "later"]
+DroppedFill = Literal["minus_inf", "zero"]
+PaddedRows = Literal["minus_one", "zero_weight", "any"]
+
+ROUTING_CHOICES = frozenset(
+    {
+        "exp_error",
+        "exp_slope",
+        "tanh_error",
+        "log_error",
+        "division_error",
+        "sigmoid",
+        "tie_rule",
+        "group_tie_rule",
+        "bias_dtype",
+        "denominator",
+        "scaling",
+        "dropped_fill",
+        "padded_rows",
+    }
+)
+"""The choices of a router; ``references.routing.RoutingRecipe`` explains each and takes them over by name."""
+_ROUTING_ERRORS = ("exp_error", "exp_slope", "tanh_error", "log_error", "division_error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +84,7 @@ class Recipe:
     split_k: the number of parts of K (``bf16_split_k``).
     out_rounding: of the accumulator to the output dtype: ``nearest``, or ``faithful`` for either neighbour.
     run_to_run: bit equality of repeated runs is part of the contract.
+    exp_error ... padded_rows: of a router, `ROUTING_CHOICES`.
     """
 
     source: str
@@ -77,6 +105,19 @@ class Recipe:
     split_k: int = 1
     out_rounding: OutRounding = "nearest"
     run_to_run: bool = True
+    exp_error: float = 2.0**-22
+    exp_slope: float = 0.0
+    tanh_error: float = 2.0**-22
+    log_error: float = 2.0**-22
+    division_error: float = 2.0**-24
+    sigmoid: Sigmoid = "exp"
+    tie_rule: TieRule = "lowest_index"
+    group_tie_rule: TieRule = "any"
+    bias_dtype: BiasDtype = "fp32"
+    denominator: Denominator = "add"
+    scaling: Scaling = "topk"
+    dropped_fill: DroppedFill = "minus_inf"
+    padded_rows: PaddedRows = "minus_one"
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -90,6 +131,11 @@ class Recipe:
         for choice, error in (("scale_arithmetic", "scale_error"), ("payload_arithmetic", "payload_error")):
             if (getattr(self, choice) == "approximate") != (getattr(self, error) > 0):
                 raise ValueError(f"recipe: {error} must be positive exactly where {choice}=approximate")
+        for name in _ROUTING_ERRORS:
+            if not (2.0**-24 if name == "division_error" else 0.0) <= getattr(self, name) < 0.5:
+                raise ValueError(
+                    f"recipe: {name}={getattr(self, name)!r} is no relative error of a router's FP32 arithmetic"
+                )
         if (self.split_k > 1) != (self.accumulator == "bf16_split_k") or self.split_k < 1:
             raise ValueError(f"recipe: split_k={self.split_k} must be above 1 exactly where accumulator=bf16_split_k")
         if not self.source.strip():

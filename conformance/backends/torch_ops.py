@@ -18,6 +18,7 @@ from torch import Tensor
 
 from conformance.backends import _torch_gemm as gemm
 from conformance.backends import _torch_layouts as layouts
+from conformance.backends import _torch_routing as routing
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe, Via
 
@@ -90,6 +91,7 @@ class TorchBackend:
             ),
             requantize,
             *gemm.claims(),
+            *routing.claims(),
         ]
 
     def recipe(self, claim: Claim) -> Recipe:
@@ -99,6 +101,8 @@ class TorchBackend:
             return Recipe(source=source, dequant_rounding="via_fp32")
         if claim.operation in gemm.OPERATIONS:
             return gemm.recipe(source)
+        if claim.operation == "routing":
+            return routing.recipe(claim, source)
         if claim.operation == "requantize":
             return Recipe(source=source, via=self._via)
         if claim.variant == "fp8_per_tensor" or claim.where.get("scale") == ("fp32",):
@@ -120,6 +124,8 @@ class TorchBackend:
                 return lambda: _requantize(inputs["payload"], inputs["scales"], self._via)
             case "gemm":
                 return lambda: {"output": gemm.gemm(case, inputs)}
+            case "routing":
+                return lambda: routing.route(case, inputs)
         raise Unsupported(f"no {case.operation}")
 
     def run(self, prepared: Call, out: Mapping[str, Tensor]) -> Parts:

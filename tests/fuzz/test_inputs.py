@@ -78,7 +78,7 @@ def test_a_slice_is_the_same_rows_of_the_whole(case, data):
     assert part.keys() == whole.keys()
     for name, tensor in part.items():
         expected = whole[name]
-        if name in ("x", "payload") or case.operation == "scale_layout":
+        if name in ("x", "payload", "logits") or case.operation == "scale_layout":
             expected = expected[first:last]
         elif name == "scales":
             height = inputs.block_of(case)[0] if case.variant != "mxfp4_to_deepseek_fp8" else 1
@@ -109,6 +109,10 @@ def test_shapes_and_dtypes(case):
         case "quantize":
             expected = {"x": (floats[case["dtype"]], (case.integer("m"), case.integer("k")))}
             expected |= {"scale": ("float32", (1,))} if case["scale"] == "static" else {}
+        case "routing":
+            expected = {"logits": (floats[case["dtype"]], (case.integer("tokens"), case.integer("experts")))}
+            if "bias" in dict(case.params):
+                expected["bias"] = (floats[case["bias_dtype"]], (case.integer("experts"),))
         case "scale_layout":
             plain = "uint8" if case.variant in ("interleave_128x4", "mn_major_packed") else "float32"
             rows, cols = case.integer("rows"), case.integer("cols")
