@@ -15,6 +15,7 @@ from torch import Tensor
 from conformance.backends import _triton_gemm_adapter as gemms
 from conformance.backends import _triton_kernels as kernels
 from conformance.backends import _triton_layouts as layouts
+from conformance.backends import _triton_routing as routing
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
@@ -94,12 +95,15 @@ class TritonBackend:
             yield from claims("quantize", ("deepseek_fp8",), "quantize_e4m3_kernel", "m", "k", scale=scale)
         yield from claims("dequantize", ("deepseek_fp8", *formats), "dequantize_*_kernel", "m", "k")
         yield from claims("scale_layout", orders, "_triton_layouts.py", "rows", "cols")
+        yield from routing.claims(self._max_size)
         yield from claims("requantize", ("deepseek_fp8",), "dequantize_e4m3_kernel, quantize_e4m3_kernel", "n", "k")
 
     def recipe(self, claim: Claim) -> Recipe:
         """IEEE divisions; products in FP32, then the output dtype; NVFP4 takes block scale x global scale first."""
         if claim.operation in gemms.OPERATIONS:
             return gemms.recipe(claim, self._capability)
+        if claim.operation == "routing":
+            return routing.recipe()
         nvfp4, fp32_scales = claim.variant == "nvfp4", claim.where.get("scale") == ("fp32",)
         if claim.operation == "quantize":
             return Recipe(
@@ -124,6 +128,8 @@ class TritonBackend:
                 return lambda out: {"scales": _scale_layout(case, inputs["scales"], out)}
             case "gemm":
                 return lambda out: {"output": self._gemm(case, inputs, out)}
+            case "routing":
+                return lambda out: routing.route(case, inputs, out, interpreted=self._device == "cpu")
             case "requantize" if case.variant == "deepseek_fp8":
                 return lambda out: self._requantize(inputs["payload"], inputs["scales"], out)
         raise Unsupported(f"no {case.operation} {case.variant}")
@@ -214,7 +220,7 @@ class TritonBackend:
 
 
 def _needs_e4m3(claim: Claim) -> bool:
-    return claim.operation not in ("ue8m0", "scale_layout") and claim.variant != "mxfp4"
+    return claim.operation not in ("ue8m0", "scale_layout", "routing") and claim.variant != "mxfp4"
 
 
 def _buffer(out: Out, name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
