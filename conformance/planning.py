@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -18,7 +17,8 @@ from references.backend import Claim
 DEFAULT_CASES = 64
 """Cases drawn for each operation x variant."""
 LEAST = 200
-"""Claimed cases that each operation x backend gets at least, unless the number of cases is given."""
+"""Claimed cases that each operation x backend gets at least, unless the number of cases is given; a slow backend, in
+proportion to its pace."""
 
 Group = tuple[str, str]
 
@@ -95,8 +95,7 @@ def _top_up(plan: Sequence[Case], chosen: Sequence[Group], descriptions: Sequenc
         for operation in dict.fromkeys(operation for operation, _ in chosen):
             mine = [claim for claim in claims if claim.operation == operation and (operation, claim.variant) in chosen]
             pool = [case for case in (*plan, *added) if case.operation == operation]
-            wanted = math.ceil(LEAST / description.pace)  # a slow backend takes a share of what it claims
-            lacking = wanted - sum(any(claim.refusal(case) is None for claim in mine) for case in pool)
+            lacking = LEAST - sum(any(claim.refusal(case) is None for claim in mine) for case in pool)
             if mine and lacking > 0:
                 fresh = (case for case in _bent(pool, mine) if case not in added)
                 added |= dict.fromkeys(islice(fresh, lacking))
