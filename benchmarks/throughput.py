@@ -60,14 +60,16 @@ def ours_quantize(x: Tensor, format_: str, block: str, scale: str) -> Callable[[
 
 
 def ours_dequantize(
-    payload: Tensor, scales: Tensor, format_: str, block: str, scale: str, dtype: torch.dtype
+    payload: Tensor, scales: Tensor, format_: str, block: str, scale: str, dtype: torch.dtype, *, reuse: bool = False
 ) -> Callable[[], Tensor]:
     scheme = schemes.scheme(format_, block, scale)
+    columns = payload.shape[1] * (2 if scheme.element.bits == 4 else 1)
+    out = torch.empty(payload.shape[0], columns, dtype=dtype, device=payload.device) if reuse else None
     global_scale = torch.ones(1, device=payload.device) if scheme.two_level else None
 
     def call() -> Tensor:
         codes = packing.unpack_fp4(payload) if scheme.element.bits == 4 else payload
-        return blocks.dequantize(codes, scales, scheme, global_scale=global_scale, dtype=dtype)
+        return blocks.dequantize(codes, scales, scheme, global_scale=global_scale, dtype=dtype, out=out)
 
     return call
 
@@ -108,6 +110,8 @@ def deepseek(x: Tensor, libraries: SimpleNamespace) -> Iterator[Candidate]:
         for dtype, name in ((torch.float64, "FP64"), (torch.float32, "FP32")):
             call = ours_dequantize(payload, scales, "deepseek_fp8", block, "fp32", dtype)
             yield Candidate(task, "ours" if dtype == torch.float64 else "ours, rounded", name, call, inputs)
+        call = ours_dequantize(payload, scales, "deepseek_fp8", block, "fp32", torch.float64, reuse=True)
+        yield Candidate(task, "ours, buffer reused", "FP64", call, inputs)
         yield Candidate(task, "torch .to(FP64) * scale", "FP64", torch_dequantize(payload, scales, block), inputs)
         name, call = sglang_dequantize(sglang, payload, scales, block)
         yield of_library(task, f"{sglang.name} {name}", "BF16", sglang, call, inputs)
@@ -146,6 +150,8 @@ def mxfp8(x: Tensor, libraries: SimpleNamespace) -> Iterator[Candidate]:
     for dtype, name in ((torch.float64, "FP64"), (torch.float32, "FP32")):
         call = ours_dequantize(payload, scales, "mxfp8", "1x32", "ue8m0", dtype)
         yield Candidate(task, "ours" if dtype == torch.float64 else "ours, rounded", name, call, inputs)
+    call = ours_dequantize(payload, scales, "mxfp8", "1x32", "ue8m0", torch.float64, reuse=True)
+    yield Candidate(task, "ours, buffer reused", "FP64", call, inputs)
     codes, powers = payload.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
 
     def through_torch() -> Tensor:
@@ -172,6 +178,8 @@ def fp4(x: Tensor, libraries: SimpleNamespace) -> Iterator[Candidate]:
     for dtype, name in ((torch.float64, "FP64"), (torch.float32, "FP32")):
         call = ours_dequantize(payload, scales, "mxfp4", "1x32", "ue8m0", dtype)
         yield Candidate(task, "ours" if dtype == torch.float64 else "ours, rounded", name, call, inputs)
+    call = ours_dequantize(payload, scales, "mxfp4", "1x32", "ue8m0", torch.float64, reuse=True)
+    yield Candidate(task, "ours, buffer reused", "FP64", call, inputs)
     powers = scales.view(torch.float8_e8m0fnu)
     call = lambda: ao.module.to_dtype(payload, powers, e2m1, 32, torch.float32)  # noqa: E731
     yield of_library(task, f"{ao.name} to_dtype", "FP32", ao, call, inputs)
