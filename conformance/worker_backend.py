@@ -103,7 +103,9 @@ class Callee:
             problem = _problem(parts)
             if problem:
                 return CallReply(status="error", message=problem, seconds=seconds), ()
-            outputs = tuple(to_wire(name, part) for name, part in parts.items())
+            settle = getattr(OPERATIONS[case.operation], "settle", None)
+            settled = parts if settle is None else settle(case, inputs, parts)
+            outputs = tuple(to_wire(name, part) for name, part in settled.items())
             return CallReply(status="ok", seconds=seconds), outputs
         except Unsupported as refusal:
             return CallReply(status="refused", message=flat(str(refusal)) or "no reason given"), ()

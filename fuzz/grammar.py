@@ -317,6 +317,7 @@ GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
         ),
     },
     "gemm": {variant: _gemm(variant) for variant in GEMM_FORMATS},
+    "grouped_gemm": {variant: _gemm(variant, grouped=True) for variant in GEMM_FORMATS},
     "routing": {method: _routing(router) for method, router in ROUTERS.items()},
 }
 """operation -> variant -> `Rule`."""

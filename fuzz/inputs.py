@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuzz.case import Case
 from fuzz.code_profiles import CODE_PROFILES
-from fuzz.gemm_inputs import build_gemm
+from fuzz.gemm_inputs import build_gemm, build_grouped_gemm
 from fuzz.grammar import AMAX_SOURCES
 from fuzz.philox import key_of, words
 from fuzz.profiles import MATRIX_PROFILES, top_exponent
@@ -196,7 +196,7 @@ def _scale_layout(case: Case, rows: slice | None) -> dict[str, Tensor]:
 def _gemm(case: Case, rows: slice | None) -> dict[str, Tensor]:
     if rows is not None:
         raise ValueError("rows: a GEMM has two matrices")
-    return build_gemm(case)
+    return build_grouped_gemm(case) if case.operation == "grouped_gemm" else build_gemm(case)
 
 
 def _routing(case: Case, rows: slice | None) -> dict[str, Tensor]:
@@ -215,6 +215,7 @@ _BUILDERS: dict[str, Callable[[Case, slice | None], dict[str, Tensor]]] = {
     "scale_layout": _scale_layout,
     "requantize": _requantize,
     "gemm": _gemm,
+    "grouped_gemm": _gemm,
     "routing": _routing,
 }
 

@@ -17,7 +17,7 @@ from conformance.backends import _torch_layouts as layouts
 from references.backend import Claim
 from references.recipes import Recipe
 
-OPERATIONS = ("gemm",)
+OPERATIONS = ("gemm", "grouped_gemm")
 FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16")
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCKS = {"mxfp8": (1, 32), "w4a8": (1, 32), "w4a16": (1, 32), "nvfp4": (1, 16)}
@@ -46,6 +46,28 @@ def gemm(case: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     sizes = {"a": case.integer("m"), "b": case.integer("n")}
     a, b = (dequantized(case, inputs, name, rows) for name, rows in sizes.items())
     return matmul(a, b).to(out)
+
+
+def grouped_gemm(case: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Each group's rows times its own B, one matmul after another; rows of no group are zero."""
+    groups, m, n = (case.integer(key) for key in ("groups", "m", "n"))
+    masked, out = case["grouping"] == "masked", OUTPUTS[case["out"]]
+    output = inputs["a"].new_zeros((groups, m, n) if masked else (m, n), dtype=out)
+    for group in range(groups):
+        if masked:
+            where = torch.arange(m, device=output.device) < inputs["masked_m"][group]
+            slab = {name: tensor[group] for name, tensor in inputs.items() if name.startswith("a")}
+        else:
+            where = inputs["m_indices"] == group
+            slab = {name: tensor for name, tensor in inputs.items() if name.startswith("a")}
+        expert = {name: tensor[group] for name, tensor in inputs.items() if name.startswith("b")}
+        if case.variant == "bf16" and out == torch.bfloat16:
+            product = matmul(slab["a"][where], expert["b"])
+        else:
+            a, b = dequantized(case, slab, "a", m), dequantized(case, expert, "b", n)
+            product = matmul(a[where], b).to(out)
+        (output[group] if masked else output)[where] = product
+    return output
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

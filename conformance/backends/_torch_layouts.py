@@ -37,4 +37,6 @@ def to_mn_major_packed(plain: Tensor, rows: int, cols: int) -> Tensor:
 
 def from_mn_major_packed(packed: Tensor, rows: int, cols: int) -> Tensor:
     """The inverse of `to_mn_major_packed`."""
-    return packed.t().contiguous().view(torch.uint8)[:rows, :cols].contiguous()
+    # A copy: contiguous() leaves the strides of a single word alone, which then cannot be viewed as bytes.
+    words = packed.t().clone(memory_format=torch.contiguous_format)
+    return words.view(torch.uint8)[:rows, :cols].contiguous()

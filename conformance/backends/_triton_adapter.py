@@ -126,7 +126,7 @@ class TritonBackend:
                 return lambda out: {"output": self._dequantize(case, inputs, out)}
             case "scale_layout":
                 return lambda out: {"scales": _scale_layout(case, inputs["scales"], out)}
-            case "gemm":
+            case "gemm" | "grouped_gemm":
                 return lambda out: {"output": self._gemm(case, inputs, out)}
             case "routing":
                 return lambda out: routing.route(case, inputs, out, interpreted=self._device == "cpu")
@@ -210,8 +210,12 @@ class TritonBackend:
         return output
 
     def _gemm(self, case: Any, inputs: Mapping[str, Tensor], out: Out) -> Tensor:
-        shape = case.integer("m"), case.integer("n")
-        return gemms.gemm(case, inputs, _buffer(out, "output", shape, OUTPUTS[case["out"]], inputs["a"]))
+        shape: tuple[int, ...] = (case.integer("m"), case.integer("n"))
+        call = gemms.gemm
+        if case.operation == "grouped_gemm":
+            call = gemms.grouped_gemm
+            shape = (case.integer("groups"), *shape) if case["grouping"] == "masked" else shape
+        return call(case, inputs, _buffer(out, "output", shape, OUTPUTS[case["out"]], inputs["a"]))
 
     def _requantize(self, payload: Tensor, scales: Tensor, out: Out) -> Parts:
         weight = payload.new_empty(payload.shape, dtype=torch.float32)

@@ -18,7 +18,7 @@ from conformance.backends import _triton_gemm as kernels
 from references.backend import Claim
 from references.recipes import Recipe
 
-OPERATIONS = ("gemm",)
+OPERATIONS = ("gemm", "grouped_gemm")
 SOURCE = "conformance/backends/_triton_gemm.py"
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TILE_M = 64
@@ -54,6 +54,25 @@ def gemm(case: Any, inputs: Mapping[str, Tensor], output: Tensor) -> Tensor:
     m = torch.tensor([case.integer("m")], dtype=torch.int32, device=a.device)
     start = torch.zeros(1, dtype=torch.int32, device=a.device)
     launch(case, inputs, output, start, start, m, case.integer("m"), 0)
+    return output
+
+
+def grouped_gemm(case: Any, inputs: Mapping[str, Tensor], output: Tensor) -> Tensor:
+    """Launch one grouped GEMM into ``output``; rows of no group are left alone."""
+    groups, m = case.integer("groups"), case.integer("m")
+    if case["grouping"] == "masked":
+        starts = torch.arange(groups, dtype=torch.int32, device=output.device) * m
+        scales = inputs.get("a_scales")
+        distance = 0 if scales is None else scales.stride(0)
+        launch(case, inputs, output, starts, torch.zeros_like(starts), inputs["masked_m"], m, distance)
+        return output
+    rows = inputs["m_indices"].to(torch.int64)
+    owned = rows >= 0
+    counts = torch.bincount(rows[owned], minlength=groups).to(torch.int32)
+    numbers = torch.arange(m, device=output.device)
+    first = torch.full((groups,), m, dtype=torch.int64, device=output.device)
+    starts = first.scatter_reduce(0, rows[owned], numbers[owned], "amin").to(torch.int32)
+    launch(case, inputs, output, starts, starts, counts, m, 0)
     return output
 
 

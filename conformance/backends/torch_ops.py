@@ -124,6 +124,8 @@ class TorchBackend:
                 return lambda: _requantize(inputs["payload"], inputs["scales"], self._via)
             case "gemm":
                 return lambda: {"output": gemm.gemm(case, inputs)}
+            case "grouped_gemm":
+                return lambda: {"output": gemm.grouped_gemm(case, inputs)}
             case "routing":
                 return lambda: routing.route(case, inputs)
         raise Unsupported(f"no {case.operation}")

@@ -52,7 +52,12 @@ class PartVerdict:
 
 
 class Operation(Protocol):
-    """The members of an operation's module."""
+    """The members of an operation's module.
+
+    A module may also have ``settle(case, inputs, parts)``: the parts of an answer with everything that is not judged
+    overwritten, so that what a backend leaves there is not compared from call to call. It gets whatever a backend
+    returned and changes only what has the right shape.
+    """
 
     NAME: str
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,47 +58,72 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     return [output_verdict(outputs["output"], found, fp32_reference(a, b, dtype), dtype)]
 
 
-def output_verdict(actual: Tensor, found: Admissible, rival: Tensor, dtype: torch.dtype) -> PartVerdict:
-    """The verdict on an output matrix.
+def output_verdict(
+    actual: Tensor,
+    found: Admissible,
+    rival: Tensor,
+    dtype: torch.dtype,
+    *,
+    shape: tuple[int, ...] | None = None,
+    unjudged: Tensor | None = None,
+) -> PartVerdict:
+    """The verdict on an output matrix ``[rows, n]``.
 
-    rival: the answer of an FP32 matmul on dequantised operands; the message compares errors with it. bit_equal counts
-    the modelled rows where there are any, else every element against the exact sum rounded once.
+    rival: the answer of an FP32 matmul on dequantised operands; the message compares errors with it. shape: of the
+    part, where it has more dimensions. unjudged: bool ``[rows]``, rows where everything is admissible.
+
+    bit_equal counts the modelled rows where there are any, else every judged row against the exact sum rounded once.
     """
     interval = found.interval
+    shape = shape or tuple(actual.shape)
+    skipped = unjudged if unjudged is not None else torch.zeros_like(found.modelled)
     wide = actual.to(torch.float64)
     judgement = judge_interval(wide, interval)
-    equal = wide == interval.nominal
+    inside, headroom = judgement.inside | skipped[:, None], judgement.headroom.masked_fill(skipped[:, None], 0.0)
+    equal = (wide == interval.nominal) | skipped[:, None]
 
     def example(index: tuple[int, ...]) -> dict[str, Any]:
-        low, high = (float(end[index]) for end in (interval.lo, interval.hi))
+        flat = row_of(index, shape), index[-1]
+        low, high = (float(end[flat]) for end in (interval.lo, interval.hi))
         ends = show_float(low, dtype) if low == high else f"{show_float(low, dtype)} .. {show_float(high, dtype)}"
-        model = " (exact model)" if bool(found.modelled[index[0]]) else ""
+        model = " (exact model)" if bool(found.modelled[flat[0]]) else ""
         return {
-            "actual": show_float(float(actual[index]), dtype),
+            "actual": show_float(float(actual[flat]), dtype),
             "admissible": ends + model,
-            "input": f"an exact sum of {float(interval.centre[index]):.9g}",
+            "input": f"an exact sum of {float(interval.centre[flat]):.9g}",
         }
 
     verdict = part_verdict(
         "output",
-        inside=judgement.inside,
-        headroom=judgement.headroom,
-        equal=equal,
-        kinds=classify(interval.centre),
+        inside=inside.view(shape),
+        headroom=headroom.view(shape),
+        equal=equal.view(shape),
+        kinds=classify(interval.centre).view(shape),
         example=example,
     )
-    worst = tuple(verdict.worst_index or ())
-    share = float(equal[found.modelled].to(torch.float64).mean()) if bool(found.modelled.any()) else verdict.bit_equal
-    note = compared(wide, rival, interval.centre)
+    counted = equal[found.modelled] if bool(found.modelled.any()) else equal[~skipped]
+    index = verdict.worst_index or [0]
+    worst = row_of(index, shape), index[-1]
+    note = compared(wide[~skipped], rival[~skipped], interval.centre[~skipped])
     return replace(
         verdict,
-        bit_equal=share,
+        bit_equal=float(counted.to(torch.float64).mean()) if counted.numel() else None,
         stage_radii={name: float(radius[worst]) for name, radius in found.radii.items()},
         message=f"{verdict.message}; {note}" if verdict.message else note,
     )
 
 
+def row_of(index: Sequence[int], shape: tuple[int, ...]) -> int:
+    """The row of an element, all dimensions but the last counted as one."""
+    row = 0
+    for place, size in zip(index[:-1], shape[:-1], strict=True):
+        row = row * size + place
+    return row
+
+
 def compared(actual: Tensor, rival: Tensor, exact: Tensor) -> str:
     """The largest error and that of an FP32 matmul, in a few words."""
+    if not actual.numel():
+        return "no row belongs to a group"
     mine, theirs = (float((item - exact).abs().nan_to_num(nan=torch.inf).max()) for item in (actual, rival))
     return f"largest error {mine:.3g}, of an FP32 matmul {theirs:.3g}"

@@ -1,0 +1,112 @@
+"""Grouped GEMM: the rows of A belong to groups, each with a B of its own. Contract: docs/gemm.md.
+
+Rows that belong to no group (padding, and rows past a slab's count) are not judged, whatever a backend leaves there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from conformance.operations import gemm
+from conformance.operations.base import OutputSpec, PartVerdict
+from fuzz import inputs as fuzz_inputs
+from fuzz.case import Case
+from references.gemm import Admissible, admissible_gemm, fp32_reference
+from references.gemm_formats import Operand, operand, plain_scales, sides
+from references.judging import Interval
+from references.recipes import Recipe
+
+NAME = "grouped_gemm"
+
+
+def open_choices(variant: str) -> frozenset[str]:
+    """Those of a GEMM."""
+    return gemm.CHOICES
+
+
+def inputs(case: Case) -> dict[str, Tensor]:
+    """Operands and scales; ``m_indices`` int32 `[m]` or ``masked_m`` int32 `[groups]`."""
+    return fuzz_inputs.build(case)
+
+
+def outputs(case: Case) -> dict[str, OutputSpec]:
+    """``output`` `[m, n]`, or `[groups, m, n]` where rows are masked."""
+    shape: tuple[int, ...] = (case.integer("m"), case.integer("n"))
+    if case["grouping"] == "masked":
+        shape = (case.integer("groups"), *shape)
+    return {"output": OutputSpec(shape, gemm.DTYPES[case["out"]])}
+
+
+def row_groups(case: Case, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The group of every row of the output, int64, slabs one after another; -1 where it belongs to none."""
+    if case["grouping"] != "masked":
+        return inputs["m_indices"].to(torch.int64)
+    counts = inputs["masked_m"]
+    groups, m = case.integer("groups"), case.integer("m")
+    number = torch.arange(groups, device=counts.device)[:, None].expand(groups, m)
+    used = torch.arange(m, device=counts.device)[None, :] < counts[:, None]
+    return torch.where(used, number, -1).reshape(-1)
+
+
+def settle(case: Case, inputs: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts with rows that are not judged set to zero: what lies there may differ from call to call."""
+    output = parts.get("output")
+    if output is None or tuple(output.shape) != outputs(case)["output"].shape:
+        return dict(parts)
+    unused = (row_groups(case, inputs) < 0).view(output.shape[:-1]).to(output.device)
+    return {**parts, "output": output.masked_fill(unused[..., None], 0.0)}
+
+
+def group_operands(case: Case, inputs: Mapping[str, Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Operand, Operand]]:
+    """For every group with rows: their numbers in the output, and both operands."""
+    first, second = sides(case.variant, case["scale"])
+    masked = case["grouping"] == "masked"
+    m, n, k = (case.integer(key) for key in ("m", "n", "k"))
+    for group in range(case.integer("groups")):
+        where = (rows == group).nonzero().view(-1)
+        if not len(where):
+            continue
+        local = where - group * m if masked else where
+        slab = {name: tensor[group] if masked else tensor for name, tensor in inputs.items() if name[:1] == "a"}
+        expert = {name: tensor[group] for name, tensor in inputs.items() if name[:1] == "b"}
+        found = []
+        for side, name, part, height in ((first, "a", slab, m), (second, "b", expert, n)):
+            scales = part.get(f"{name}_scales")
+            if scales is not None:
+                scales = plain_scales(scales, side, case["layout"], (height, k), activation=name == "a")
+            found.append(operand(part[name], scales, side, part.get(f"{name}_global_scale")))
+        yield where, found[0].rows(local), found[1]
+
+
+def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
+    """Membership of every output in a row that belongs to a group."""
+    recipe, dtype = recipe.only(gemm.CHOICES), gemm.DTYPES[case["out"]]
+    output = outputs["output"]
+    rows = row_groups(case, inputs)
+    shape = (len(rows), case.integer("n"))
+    actual = output.reshape(shape)
+    whole, rival = _anything(shape, actual.device), torch.zeros(shape, dtype=torch.float64, device=actual.device)
+    for where, a, b in group_operands(case, inputs, rows):
+        _place(whole, admissible_gemm(a, b, recipe, dtype), where)
+        rival[where] = fp32_reference(a, b, dtype)
+    unused = rows < 0
+    return [gemm.output_verdict(actual, whole, rival, dtype, shape=tuple(output.shape), unjudged=unused)]
+
+
+def _anything(shape: tuple[int, int], device: torch.device) -> Admissible:
+    """An admissible set to be filled in."""
+    zeros = [torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(9)]
+    names = ("accumulation", "scaling", "output_rounding", "evaluation")
+    modelled = torch.zeros(shape[0], dtype=torch.bool, device=device)
+    return Admissible(Interval(*zeros[:5]), dict(zip(names, zeros[5:], strict=True)), modelled)
+
+
+def _place(whole: Admissible, part: Admissible, where: Tensor) -> None:
+    for name in ("lo", "hi", "nominal", "centre", "radius"):
+        getattr(whole.interval, name)[where] = getattr(part.interval, name)
+    for name, radius in part.radii.items():
+        whole.radii[name][where] = radius
+    whole.modelled[where] = part.modelled
