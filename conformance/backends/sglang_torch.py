@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.backends import _sglang_source as source
+from conformance.backends import _lone_module as lone
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
+
+DISTRIBUTION = "sglang"
+FILE = "sglang/srt/layers/moe/topk.py"
 
 PLAIN: Mapping[str, dict[str, Any]] = {
     "Default": {"scoring_func": "softmax", "renormalize": False},
@@ -46,18 +49,18 @@ class SGLangBackend:
     name = "sglang_torch"
 
     def __init__(self) -> None:
-        module = source.load()
-        self._native = source.function(module, "fused_topk_torch_native")
-        self._raw = source.function(module, "fused_topk_softmax_torch_raw_logits")
-        self._biased = source.function(module, "biased_topk_impl")
-        self._ungrouped = source.function(module, "kimi_k2_biased_topk_impl")
-        self._biased_grouped = source.function(module, "biased_grouped_topk_impl")
-        self._grouped = source.function(module, "grouped_topk_gpu")
-        self._mask_padding = source.function(module, "_mask_topk_ids_padded_region")
+        module = lone.load(DISTRIBUTION, FILE)
+        self._native = lone.function(module, "fused_topk_torch_native")
+        self._raw = lone.function(module, "fused_topk_softmax_torch_raw_logits")
+        self._biased = lone.function(module, "biased_topk_impl")
+        self._ungrouped = lone.function(module, "kimi_k2_biased_topk_impl")
+        self._biased_grouped = lone.function(module, "biased_grouped_topk_impl")
+        self._grouped = lone.function(module, "grouped_topk_gpu")
+        self._mask_padding = lone.function(module, "_mask_topk_ids_padded_region")
 
     def version(self) -> str:
         """SGLang's version."""
-        return source.version()
+        return lone.version(DISTRIBUTION)
 
     def claims(self, device: str) -> Iterable[Claim]:
         """Ten methods; padding on the CPU alone, where it takes no kernel; a fused shared expert with a bias."""
@@ -67,9 +70,7 @@ class SGLangBackend:
 
         def claim(method: str, function: str, **more: Any) -> Claim:
             narrowed = {**where, **more.pop("where", {})}
-            return Claim(
-                operation="routing", variant=method, source=f"{source.FILE}: {function}", where=narrowed, **more
-            )
+            return Claim(operation="routing", variant=method, source=f"{FILE}: {function}", where=narrowed, **more)
 
         found = [claim(method, "fused_topk_torch_native") for method in PLAIN]
         found += [claim(method, "fused_topk_softmax_torch_raw_logits") for method in RAW]

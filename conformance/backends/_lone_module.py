@@ -1,8 +1,8 @@
-"""SGLang's ``srt/layers/moe/topk.py`` from the installed distribution, on its own.
+"""One file of an installed library, executed on its own.
 
-The package imports a server's worth of libraries; its routers in plain torch need none of them. So that one file is
-executed under its own name while its imports from SGLang itself, and no others, are answered by stand-ins: false when
-asked, None when called. A router that really used one of them would fail.
+SGLang and vLLM import a server's worth of libraries; their routers in plain torch need none of them. So the one file
+is executed under its own name while its imports from its own package, and no others, are answered by stand-ins: false
+when asked, None when called. A function that really used one of them would fail.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-DISTRIBUTION = "sglang"
-FILE = "sglang/srt/layers/moe/topk.py"
-MODULE = "sglang.srt.layers.moe.topk"
 
 
 class _Nothing:
@@ -50,10 +46,13 @@ class _StandIn(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers imports below the package, its own package included, with stand-ins."""
+    """Answers imports of a package, and of all below it, with stand-ins."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] != DISTRIBUTION:
+        if name.split(".")[0] != self._package:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -64,38 +63,38 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__path__ = []
 
 
-def version() -> str:
+def version(distribution: str) -> str:
     """The installed distribution's version. Raises ImportError where there is none."""
     try:
-        return importlib.metadata.version(DISTRIBUTION)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError("sglang is not installed") from None
+        raise ImportError(f"{distribution} is not installed") from None
 
 
-def load() -> ModuleType:
-    """The module. Raises ImportError with the reason."""
-    version()
-    found = importlib.metadata.distribution(DISTRIBUTION).locate_file(FILE)
-    path = Path(str(found))
+def load(distribution: str, file: str) -> ModuleType:
+    """The module of ``file``, a path such as ``package/module.py``. Raises ImportError with the reason."""
+    about = f"{distribution} {version(distribution)}"
+    path = Path(str(importlib.metadata.distribution(distribution).locate_file(file)))
     if not path.is_file():
-        raise ImportError(f"sglang {version()} has no {FILE}")
+        raise ImportError(f"{about} has no {file}")
+    package, name = file.split("/")[0], file.removesuffix(".py").replace("/", ".")
     known = set(sys.modules)
-    finder = _Finder()
+    finder = _Finder(package)
     sys.meta_path.insert(0, finder)
     try:
-        spec = importlib.util.spec_from_file_location(MODULE, path)
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[MODULE] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ImportError(f"sglang {version()}: {FILE} does not run alone: {error!r}") from error
+        raise ImportError(f"{about}: {file} does not run alone: {error!r}") from error
     finally:
         sys.meta_path.remove(finder)
-        for name in set(sys.modules) - known:
-            if name.split(".")[0] == DISTRIBUTION:
-                del sys.modules[name]
+        for added in set(sys.modules) - known:
+            if added.split(".")[0] == package:
+                del sys.modules[added]
     return module
 
 
@@ -103,6 +102,6 @@ def function(module: ModuleType, name: str) -> Callable[..., Any]:
     """A function of the module as it is written, without ``torch.compile``. Raises ImportError where it is missing."""
     found = getattr(module, name, None)
     if not callable(found) or isinstance(found, _Nothing):
-        raise ImportError(f"sglang {version()} has no {name}")
+        raise ImportError(f"{module.__name__} has no {name}")
     plain: Callable[..., Any] = getattr(found, "_torchdynamo_orig_callable", found)
     return plain
