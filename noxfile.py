@@ -19,6 +19,7 @@ ENVIRONMENT = ROOT / ".nox" / "environment"
 PYTHON = str(ENVIRONMENT / "bin" / "python")
 STAMP = ENVIRONMENT / "installed-from"
 CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
+NO_DEPENDENCIES = ROOT / "constraints" / "no-deps.txt"
 
 
 def has_gpu() -> bool:
@@ -29,11 +30,13 @@ def has_gpu() -> bool:
 def python(session: nox.Session, *arguments: str) -> None:
     """Run the environment's Python, with the project and all that it tests installed into it."""
     constraints = [] if has_gpu() else ["-c", str(CONSTRAINTS)]
-    wanted = "\n".join([sys.version, *constraints, (ROOT / "pyproject.toml").read_text(), CONSTRAINTS.read_text()])
+    files = (ROOT / "pyproject.toml", CONSTRAINTS, NO_DEPENDENCIES)
+    wanted = "\n".join([sys.version, *constraints, *(file.read_text() for file in files)])
     if not STAMP.exists() or STAMP.read_text() != wanted:
         session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(ENVIRONMENT), external=True)
         install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *constraints)
         session.run(PYTHON, *install, "-e", ".[torchao]", *LINT, external=True)
+        session.run(PYTHON, *install, "--no-deps", "-r", str(NO_DEPENDENCIES), external=True)
         STAMP.write_text(wanted)
     session.run(PYTHON, *arguments, external=True)
 
