@@ -160,7 +160,7 @@ def _exponents(site: Site, values: str) -> tuple[Integers, bool]:
         case "wide":
             return ladder(site, *((-6, 13) if nested else (-20, 41))), False
         case "subnormal":
-            return ladder(site, *((-9, 5) if nested else (-66, 7))), False
+            return ladder(site, *((-9, 5) if nested else (-66, 5))), False
         case _:
             return ladder(site, *((-3, 5) if nested else (-9, 5))), False
 

@@ -38,6 +38,17 @@ The total is bounded by row sums and row maxima. Where all of these quantities a
 **Lattices.** Every term of output (m, n) is a multiple of 2^q, q the sum of the least set bits of row m of A and of row
 n of B. If S <= 2^(p + q), p the accumulator's significant bits, then every partial sum and every scaled partial sum is
 a multiple of 2^q below 2^(p + q): nothing is ever rounded and the error is zero, in any order.
+
+**Fine terms.** Where scales are powers of two few terms can cause a rounding at all. Let V >= Q + R bound every value
+that occurs, L = 2^(floor(log2 V) - p + 1) be the accumulator's unit there, and call a term *fine* if its least set bit
+lies below L. The granularity of a value is its least set bit. A node of the summation tree whose children have a
+granularity of L or more is exact. A node that rounds raises its granularity above that of its finest child: charge the
+loss, less than the new granularity (half of it if rounded to nearest), to that child, and follow finest children
+downward. Granularities only fall on the way, so the path ends at a fine term; every node lies on one path, and the
+granularities at the losses of a path are distinct powers of two up to L. So a path loses less than 2 L, or L if
+rounded to nearest. An instruction first truncates each child to 2^(E - 24) <= L / 2: on a path that goes on this is one
+of its distinct losses, on one that ends there it adds L / 2. With C fine terms R <= 2.5 C L, or C L for scalar
+additions to nearest, whatever the order; no fine term, no error.
 """
 
 from __future__ import annotations
@@ -65,6 +76,12 @@ SLACK = 1 + 2.0**-40
 
 BITS = {"fp32_any": 24, "fp32_rn": 24, "fp64": 53, "hopper_f16": 24, "f16_upcast": 24, "bf16_split_k": 8}
 """Significant bits that every partial sum keeps."""
+
+FINE_FACTOR = {"fp32_any": 2.5, "fp32_rn": 1.0, "fp64": 1.0, "hopper_f16": 2.5, "f16_upcast": 2.5}
+"""What a fine term can cost, in units of L."""
+COUNTED = {"cpu": 2**28, "cuda": 2**36}
+"""Products up to which fine terms are counted, by device type; beyond, the number of all terms bounds the error."""
+PIECE = {"cpu": 2**21, "cuda": 2**28}
 
 
 def least_bit(values: Tensor) -> Tensor:
@@ -168,6 +185,8 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
         converted = U_BF16 * (facts.size + scaling + accumulation)
         added = gamma(recipe.split_k - 1, U_BF16) * (inner + accumulation + converted)
         accumulation = accumulation + converted + added
+    if scale_roundings(a, b) == 0 and kind in FINE_FACTOR:
+        accumulation = torch.minimum(accumulation, _fine(facts, a, b, inner + accumulation, kind))
     held = on_lattice(facts.clamped if kind == "fp32_any" else facts.size, facts.unit, BITS[kind])
     tiny, safe = underflow(a, b, recipe, n)
     exact = held & safe
@@ -175,6 +194,24 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
         torch.where(exact, 0.0, accumulation * SLACK),
         torch.where(exact, 0.0, (scaling + torch.where(safe, 0.0, tiny)) * SLACK),
     )
+
+
+def _fine(facts: Sums, a: Operand, b: Operand, largest: Tensor, kind: str) -> Tensor:
+    """The bound by fine terms; infinite where counting them would take too long."""
+    m, n, k = a.values.shape[0], b.values.shape[0], facts.n
+    device = a.values.device.type
+    if m * n * k > COUNTED.get(device, COUNTED["cpu"]):
+        return torch.full_like(largest, torch.inf)
+    _, exponent = torch.frexp(largest * SLACK)
+    last = (exponent - BITS[kind]).clamp(-1000, 1000)
+    left, right = least_bit(a.values).to(torch.int16), least_bit(b.values).to(torch.int16)
+    count = torch.empty_like(largest)
+    step = max(1, PIECE.get(device, PIECE["cpu"]) // (n * k))
+    for start in range(0, m, step):
+        rows = slice(start, start + step)
+        fine = (left[rows, None, :] + right[None, :, :]) < last[rows, :, None]
+        count[rows] = fine.sum(2).to(count.dtype)
+    return FINE_FACTOR[kind] * count * power_of_two(last)
 
 
 def _coefficient(recipe: Recipe, n: int, width: int) -> float:

@@ -100,7 +100,7 @@ class TorchBackend:
         if claim.operation == "dequantize":
             return Recipe(source=source, dequant_rounding="via_fp32")
         if claim.operation in gemm.OPERATIONS:
-            return gemm.recipe(source)
+            return gemm.recipe(claim, source)
         if claim.operation == "routing":
             return routing.recipe(claim, source)
         if claim.operation == "requantize":

@@ -33,7 +33,8 @@ GEMMS = ("gemm", "grouped_gemm")
 
 
 def raw(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # A copy: contiguous() keeps the strides of a single element, which then cannot be viewed as bytes.
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("text", GOLDEN)

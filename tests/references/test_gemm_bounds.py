@@ -11,8 +11,8 @@ from conformance.operations.gemm import inputs as inputs_of
 from conformance.operations.gemm import operands
 from fuzz.case import Case
 from fuzz.grammar import GEMM_FORMATS, GEMM_SCALES, GEMM_VALUES
+from references import accumulators, hopper
 from references import gemm as gemm_module
-from references import hopper
 from references.accumulators import gamma, least_bit, on_lattice, radius, sums
 from references.gemm import admissible_gemm, sample_rows
 from references.gemm_formats import Operand, Side, operand
@@ -214,6 +214,25 @@ def test_integers_admit_one_value_in_any_order(variant):
         assert torch.equal(interval.lo, a.values @ b.values.T)
     split_k = admissible_gemm(a, b, recipe(accumulator="bf16_split_k", split_k=2), F32).interval
     assert (split_k.lo < split_k.hi).any()
+
+
+def test_only_fine_terms_can_err(monkeypatch):
+    """2^16 and 127 times 2^4: FP32's unit at the sum is 2^-7, so nothing is fine; one product of 2^-18 is."""
+    ones = [16.0] * 127
+    plain, fine = point([256.0, *ones]), point([256.0, *ones, 2.0**-9])
+    for choice, factor in (("fp32_rn", 1.0), ("fp32_any", 2.5)):
+        for a, count in ((plain, 0), (fine, 1)):
+            b = Operand(a.codes, a.scales, a.width, a.values, Side(E4M3FN, (1, 32), "ue8m0"))
+            found = radius(sums(b, b), b, b, recipe(accumulator=choice)).accumulation
+            assert float(found) == pytest.approx(factor * count * 2.0**-7, rel=1e-6)
+    monkeypatch.setitem(accumulators.COUNTED, "cpu", 100)
+    assert float(radius(sums(b, b), b, b, recipe()).accumulation) > 1.0
+
+
+def test_outputs_of_fp4_weights_are_mostly_one_value():
+    a, b = make("w4a8", "normal", k=512, m=8, n=64)
+    interval = admissible_gemm(a, b, recipe(), F32).interval
+    assert (interval.lo == interval.hi).to(F32).mean() > 0.5
 
 
 @pytest.mark.parametrize("variant", ["deepseek_fp8", "mxfp8", "w4a8", "w4a16"])
