@@ -40,6 +40,20 @@ def ask(*arguments: str, lines: list[Any], interpret: bool) -> list[Any]:
 
 
 POLICIES = ("ceil", "ceil_clamped", "floor", "ceil_amax", "even", "nearest")
+ROUTERS = [
+    (
+        f"bias={bias} bias_dtype={bias_dtype} dtype={dtype} experts={experts} groups={groups} out={out} "
+        f"padding={padding} renormalize={renormalize}",
+        f"tokens={tokens} topk={topk} topk_group={kept} values={values}",
+    )
+    for bias, bias_dtype, dtype, experts, groups, out, padding, renormalize, tokens, topk, kept, values in (
+        ("0.1", "fp32", "fp32", 256, 8, "fp32", "none", "on", 17, 8, 4, "normal"),
+        ("0", "bf16", "fp16", 160, 8, "fp16", "some", "off", 9, 6, 3, "ties"),
+        ("0", "fp32", "fp32", 64, 8, "packed", "none", "on", 5, 4, 2, "group_ties"),
+        ("1e4", "bf16", "bf16", 9, 3, "packed", "some", "on", 5, 5, 2, "nonfinite"),
+        ("12", "fp32", "bf16", 7, 1, "bf16", "none", "on", 3, 7, 1, "saturated"),
+    )
+]
 CASES = [
     *(
         f"ue8m0 {policy} v=1 from={source} n=2053 values={values} seed=5"
@@ -83,6 +97,7 @@ CASES = [
         for out, values in (("fp32", "extreme_scales"), ("bf16", "codes"), ("fp16", "nonfinite"))
     ),
     "requantize deepseek_fp8 v=1 k=150 n=131 scale=ceil values=scale_ladder seed=5",
+    *(f"routing DeepSeekV3 v=1 {words} scaling=2.5 shared=1 stride=padded {rest} seed=5" for words, rest in ROUTERS),
     *(
         f"scale_layout {layout} v=1 cols={cols} direction={direction} rows={rows} values=nonfinite seed=5"
         for layout in ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
@@ -106,7 +121,7 @@ WITNESSES = {
 
 
 def test_shipped_interpreter_fails_where_it_casts_and_only_there() -> None:
-    integers = [case for case in CASES if case.startswith(("ue8m0", "scale_layout")) or " mxfp4 " in case]
+    integers = [case for case in CASES if case.startswith(("ue8m0", "scale_layout", "routing")) or " mxfp4 " in case]
     integers = [case for case in integers if "dtype=bf16" not in case and "out=bf16" not in case]
     answers = ask("judge", SHIPPED, lines=[*WITNESSES.values(), *integers], interpret=True)
     assert [bool(answer["failures"]) for answer in answers[:3]] == [True] * 3
@@ -139,7 +154,7 @@ def test_kernels_compile_with_ieee_division_and_without_flushing(sm: str, tmp_pa
         del os.environ["TRITON_CACHE_DIR"]
     assert set(QUOTIENTS) < set(built)
     assert all(answer["cubin"] > 0 and not answer["approximate"] for answer in built.values())
-    assert all(built[name]["div_rn"] for name in QUOTIENTS)
+    assert all(built[name]["div_rn"] for name in (*QUOTIENTS, "route_kernel"))
     assert built["quantize_e4m3_kernel"]["e4m3"]
 
 
@@ -167,6 +182,7 @@ def _compile(sm: int) -> None:
 
     from conformance.backends import _triton_kernels as kernels
     from conformance.backends import _triton_layouts as layouts
+    from conformance.backends import _triton_routing as routing
 
     types = {
         "x_ptr": "*bf16",
@@ -197,11 +213,21 @@ def _compile(sm: int) -> None:
         "transpose_kernel": {"TILE": 32},
         "pack_mn_major_kernel": {"TILE": 128},
         "unpack_mn_major_kernel": {"TILE": 128},
+        "route_kernel": {
+            **dict.fromkeys(("RENORMALIZE", "BF16_LOGITS", "BF16_BIAS"), True),
+            **{"OUT": "bf16", "EXPERTS": 256, "GROUPS": 8, "COLUMNS": 16, "TILE": 1},
+        },
     }
     special = {"ue8m0_kernel": {"x_ptr": "*fp32"}}
+    special["route_kernel"] = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*i16") | {
+        "ids_ptr": "*i32",
+        "scaling": "fp32",
+        "stride_token": "i64",
+        "stride_expert": "i64",
+    }
     words = {"transpose_kernel": "*i32", "pack_mn_major_kernel": "*i32", "unpack_mn_major_kernel": "*u8"}
     for name, values in constants.items():
-        kernel = getattr(kernels, name, None) or getattr(layouts, name)
+        kernel = next(getattr(module, name) for module in (kernels, layouts, routing) if hasattr(module, name))
         signature = {}
         for argument in kernel.arg_names:
             default = "*u8" if argument.endswith("_ptr") else "i32"
