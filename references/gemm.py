@@ -7,7 +7,7 @@ dtype. Where the recipe names an exact model, a sample of rows admits the model'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from references.gemm_models import exact_rows, has_model
 from references.judging import Interval
 from references.recipes import Recipe
 from references.rounding import half_ulp, next_down, next_up, round_to
+from references.tensor_level import Expectation, around_exact, around_model, blocks_of
 
 SAMPLE = {"cpu": 2**22, "cuda": 2**30}
 """Products that the exact model evaluates for one answer, by device type."""
@@ -31,11 +32,13 @@ class Admissible:
     interval: FP64 ends; ``nominal`` is the model's answer in modelled rows, elsewhere the exact sum rounded once.
     radii: by stage, each ``[m, n]``: ``accumulation``, ``scaling``, ``output_rounding``, ``evaluation`` (FP64's own).
     modelled: bool ``[m]``, rows where the model's answer is the only one.
+    expectation: for tests over the whole tensor, where the recipe has a model of its errors.
     """
 
     interval: Interval
     radii: dict[str, Tensor]
     modelled: Tensor
+    expectation: Expectation | None = None
 
 
 def admissible_gemm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype) -> Admissible:
@@ -61,7 +64,24 @@ def admissible_gemm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype) 
         "output_rounding": rounding,
         "evaluation": facts.error,
     }
-    return Admissible(Interval(ends[0], ends[1], nominal, centre, reach), radii, modelled)
+    expectation = _expectation(facts, a, b, recipe, parts)
+    return Admissible(Interval(ends[0], ends[1], nominal, centre, reach), radii, modelled, expectation)
+
+
+def _expectation(facts: Sums, a: Operand, b: Operand, recipe: Recipe, parts: Radius) -> Expectation | None:
+    """The model of errors, without the outputs that are certain."""
+    found = around_exact(facts, recipe)
+    named = replace(recipe, scale_combination="fma_dot_sasb")
+    if found is None and recipe.scale_combination == "any" and has_model(a, b, named):
+        rows = sample_rows(a.values.shape[0], b.values.shape[0] * facts.n, facts.exact.device)
+        spread, model = torch.zeros_like(facts.exact), torch.zeros_like(facts.exact)
+        model[rows] = exact_rows(a.rows(rows), b, named)
+        some = around_model(model, facts.size, blocks_of(a, b, recipe))
+        spread[rows] = some.spread[rows]
+        found = Expectation(model, spread, some.bias)
+    if found is None:
+        return None
+    return replace(found, spread=torch.where(parts.total > 0, found.spread, 0.0))
 
 
 def _bounds(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> tuple[Tensor, Tensor, Radius]:

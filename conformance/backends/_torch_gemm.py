@@ -42,11 +42,11 @@ def claims() -> Iterable[Claim]:
 
 
 def recipe(claim: Claim, source: str) -> Recipe:
-    """Whatever BLAS torch was built with: FP32 in any order."""
+    """FP32 matmuls add by FMA, rounded to nearest, in an order of their own; BF16 ones may use other units."""
     if claim.where.get("out") == ("bf16",):
         # x86: VDPBF16PS and TDPBF16PS treat subnormal inputs and results as zero (Intel SDM).
         return Recipe(source=f"{source}; Intel SDM, VDPBF16PS", subnormals="flush")
-    return Recipe(source=source)
+    return Recipe(source=f"{source}; FP32 matmuls without TF32 round to nearest", accumulator="fp32_rn")
 
 
 def gemm(case: Any, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from references.gemm import Admissible, admissible_gemm, fp32_reference
 from references.gemm_formats import Operand, operand, plain_scales, sides
 from references.judging import judge_interval
 from references.recipes import Recipe
+from references.tensor_level import examine
 
 NAME = "gemm"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,11 +52,26 @@ def operands(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Operand, Operand
 
 
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
-    """Membership of every output; equality with the exact model in a sample of rows where the recipe has one."""
+    """Membership of every output, equality with an exact model in a sample of rows, and errors of the whole matrix."""
     recipe, dtype = recipe.only(open_choices(case.variant)), DTYPES[case["out"]]
     a, b = operands(case, inputs)
     found = admissible_gemm(a, b, recipe, dtype)
-    return [output_verdict(outputs["output"], found, fp32_reference(a, b, dtype), dtype)]
+    verdict = output_verdict(outputs["output"], found, fp32_reference(a, b, dtype), dtype)
+    return [verdict, *tensor_verdict(case, outputs["output"], found, dtype)]
+
+
+def tensor_verdict(case: Case, actual: Tensor, found: Admissible, dtype: torch.dtype) -> list[PartVerdict]:
+    """``property:tensor`` where the recipe has a model of its errors: errors of the whole matrix have its size.
+
+    Left out for ``codes``, whose outputs are sums over the same sequences of products and so round alike.
+    """
+    if found.expectation is None or case["values"] == "codes":
+        return []
+    finding = examine(actual.to(torch.float64), found.expectation, dtype)
+    if finding is None:
+        return []
+    verdict = "pass" if finding.headroom <= 1 else "wrong"
+    return [PartVerdict(part="property:tensor", verdict=verdict, headroom=finding.headroom, message=finding.message)]
 
 
 def output_verdict(

@@ -18,6 +18,7 @@ from references.gemm import Admissible, admissible_gemm, fp32_reference
 from references.gemm_formats import Operand, operand, plain_scales, sides
 from references.judging import Interval
 from references.recipes import Recipe
+from references.tensor_level import Expectation
 
 NAME = "grouped_gemm"
 
@@ -89,19 +90,23 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     shape = (len(rows), case.integer("n"))
     actual = output.reshape(shape)
     whole, rival = _anything(shape, actual.device), torch.zeros(shape, dtype=torch.float64, device=actual.device)
+    known = True
     for where, a, b in group_operands(case, inputs, rows):
-        _place(whole, admissible_gemm(a, b, recipe, dtype), where)
+        part = admissible_gemm(a, b, recipe, dtype)
+        known = known and part.expectation is not None
+        _place(whole, part, where)
         rival[where] = fp32_reference(a, b, dtype)
-    unused = rows < 0
-    return [gemm.output_verdict(actual, whole, rival, dtype, shape=tuple(output.shape), unjudged=unused)]
+    verdict = gemm.output_verdict(actual, whole, rival, dtype, shape=tuple(output.shape), unjudged=rows < 0)
+    return [verdict, *(gemm.tensor_verdict(case, actual, whole, dtype) if known else ())]
 
 
 def _anything(shape: tuple[int, int], device: torch.device) -> Admissible:
     """An admissible set to be filled in."""
-    zeros = [torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(9)]
+    zeros = [torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(12)]
     names = ("accumulation", "scaling", "output_rounding", "evaluation")
     modelled = torch.zeros(shape[0], dtype=torch.bool, device=device)
-    return Admissible(Interval(*zeros[:5]), dict(zip(names, zeros[5:], strict=True)), modelled)
+    radii = dict(zip(names, zeros[5:9], strict=True))
+    return Admissible(Interval(*zeros[:5]), radii, modelled, Expectation(*zeros[9:]))
 
 
 def _place(whole: Admissible, part: Admissible, where: Tensor) -> None:
@@ -110,3 +115,6 @@ def _place(whole: Admissible, part: Admissible, where: Tensor) -> None:
     for name, radius in part.radii.items():
         whole.radii[name][where] = radius
     whole.modelled[where] = part.modelled
+    if whole.expectation is not None and part.expectation is not None:
+        for name in ("sum", "spread", "bias"):
+            getattr(whole.expectation, name)[where] = getattr(part.expectation, name)

@@ -30,11 +30,14 @@ def make(variant="deepseek_fp8", operation="gemm", seed=1, **params):
     return Case.make(operation, variant, seed=seed, **{**words, **params})
 
 
-def judged(case, output, recipe=ANY, inputs=None):
+def parts(case, output, recipe=ANY, inputs=None):
     operation = OPERATIONS[case.operation]
     inputs = operation.inputs(case) if inputs is None else inputs
-    (verdict,) = operation.judge(case, inputs, {"output": output}, recipe)
-    return verdict
+    return {verdict.part: verdict for verdict in operation.judge(case, inputs, {"output": output}, recipe)}
+
+
+def judged(case, output, recipe=ANY, inputs=None):
+    return parts(case, output, recipe, inputs)["output"]
 
 
 def answer(case, inputs=None):
@@ -218,3 +221,40 @@ def test_nothing_but_empty_groups_passes():
     verdict = judged(case, torch.full((1, 12, 140), float("nan"), dtype=torch.bfloat16))
     assert (verdict.verdict, verdict.bit_equal) == ("pass", None)
     assert verdict.message == "no row belongs to a group"
+
+
+# The whole tensor
+
+RN = Recipe(source="a test", accumulator="fp32_rn")
+
+
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_errors_of_the_whole_tensor_are_judged_where_they_have_a_model(out):
+    case = make(out=out, k=512, m=16)
+    output = answer(case)
+    assert set(parts(case, output)) == {"output"}
+    found = parts(case, output, RN)
+    assert {name: verdict.verdict for name, verdict in found.items()} == {"output": "pass", "property:tensor": "pass"}
+    assert found["property:tensor"].headroom < 0.5
+    assert set(parts(make(values="codes"), answer(make(values="codes")), RN)) == {"output"}
+
+
+def test_scales_a_thousandth_off_hide_in_every_element_but_not_in_the_tensor():
+    case = make(k=2048, m=32, n=256)
+    inputs = gemm.inputs(case)
+    off = answer(case, {**inputs, "b_scales": inputs["b_scales"] * torch.tensor([1.0, 1.001])[:, None]})
+    hopper = Recipe(source="a test", accumulator="hopper_fp8")
+    for recipe in (RN, hopper):
+        assert parts(case, off, recipe, inputs)["property:tensor"].verdict == "wrong"
+    assert parts(case, off, ANY, inputs)["output"].bit_equal < 0.95
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_groups_have_a_tensor_level_too(grouping):
+    case = make(operation="grouped_gemm", grouping=grouping, m=64, seed=3)
+    inputs = grouped_gemm.inputs(case)
+    output = answer(case, inputs)
+    found = parts(case, output, RN, inputs)
+    assert found["property:tensor"].verdict == "pass"
+    wrong = parts(case, (output.float() * 1.02).to(torch.bfloat16), RN, inputs)
+    assert wrong["property:tensor"].verdict == "wrong"
