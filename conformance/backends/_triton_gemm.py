@@ -73,7 +73,9 @@ def fp8_gemm_kernel(
         else:
             b_scale = tl.load(b_scale_at + block, mask=column < n, other=0.0)
         dot = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
-        accumulator += dot * a_scale[:, None] * b_scale[None, :]
+        # Spelled out: whether a * b + c is contracted depends on the version (TRITON_DEFAULT_FP_FUSION).
+        factor = tl.broadcast_to(b_scale[None, :], [TILE_M, TILE_N])
+        accumulator = tl.fma(dot * a_scale[:, None], factor, accumulator)
     at = (start + row)[:, None] * n + column[None, :]
     inside = (row < count)[:, None] & (column < n)[None, :]
     tl.store(output_ptr + at, accumulator.to(output_ptr.dtype.element_ty), mask=inside)
