@@ -109,10 +109,10 @@ def operand_inputs(
         element=element,
     )
     if side.element is None:
-        numbers = _fill(matrix, lambda site: to_bits(profile(site), FLOATS["bf16"]), 16)
+        numbers = fill(matrix, lambda site: to_bits(profile(site), FLOATS["bf16"]), 16)
         _spoil(numbers, valid, case.seed, 0x7FC0, 0x7F7F)
         return {name: numbers.view(torch.bfloat16)}
-    codes = _fill(matrix, lambda site: to_codes(profile(site), element), 8)
+    codes = fill(matrix, lambda site: to_codes(profile(site), element), 8)
     _spoil(codes, valid, case.seed, 0x7F if element.nans else element.top, element.top)
     if side.element.bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
@@ -126,7 +126,7 @@ def operand_inputs(
         cols=-(-k // width),
         scale=str(side.scale),
     )
-    scales = _fill(grid, lambda site: stored_scales(site, values), width_bits)
+    scales = fill(grid, lambda site: stored_scales(site, values), width_bits)
     if height == 1:
         _spoil(scales, valid, case.seed, *STALE_SCALES[str(side.scale)])
     if side.scale == "fp32":
@@ -168,7 +168,8 @@ def _global_scale(text: str, name: str, values: str) -> Tensor:
     return torch.tensor([float(from_bits(to_bits(power, FLOATS["fp32"]), FLOATS["fp32"])[0])], dtype=torch.float32)
 
 
-def _fill(matrix: Matrix, profile: Callable[[Site], npt.NDArray[Any]], width: int) -> Tensor:
+def fill(matrix: Matrix, profile: Callable[[Site], npt.NDArray[Any]], width: int) -> Tensor:
+    """A matrix of bits of 8, 16 or 32, from what the profile gives for windows of rows."""
     out = torch.empty((matrix.rows, matrix.cols), dtype={8: torch.uint8, 16: torch.int16, 32: torch.int32}[width])
     step = max(1, CHUNK // matrix.cols)
     for start in range(0, matrix.rows, step):

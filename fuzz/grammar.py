@@ -220,6 +220,50 @@ def _gemm(variant: str, *, grouped: bool = False) -> Rule:
     return Rule(keys, _gemm_check)
 
 
+MOE_VALUES = ("normal", "scale_ladder", "outliers", "cancellation", "saturated", "zeros")
+MOE_SCALES = {
+    "deepseek_fp8": ("fp32", "ceil"),
+    "mxfp8": MX_POLICIES,
+    "w4a8": MX_POLICIES,
+    "w4a16": ("none",),
+    "nvfp4": ("e4m3",),
+    "fp8_per_tensor": ("fp32",),
+    "bf16": ("none",),
+}
+"""How the activations of an expert layer are scaled; weights have FP32 scales under ``fp32``, UE8M0 under a policy."""
+
+
+def _moe_check(given: Mapping[str, str]) -> str | None:
+    experts, topk, tokens, hidden, inner = (
+        int(given[key]) for key in ("experts", "topk", "tokens", "hidden", "intermediate")
+    )
+    if topk > experts:
+        return f"topk={topk} is above experts={experts}"
+    if max(2 * experts * hidden * inner, tokens * topk * max(hidden, 2 * inner)) > MAX_ELEMENTS:
+        return f"hidden={hidden} intermediate={inner}: a tensor has more than {MAX_ELEMENTS} elements"
+    return None
+
+
+def _moe(variant: str) -> Rule:
+    width = Size(multiple=2) if variant in ("w4a8", "w4a16", "nvfp4") else Size()
+    keys: dict[str, Choice | Size] = {
+        "experts": Size(most=MAX_EXPERTS),
+        "gate": Choice(("first", "second")),
+        "hidden": width,
+        "ids": Choice(("spread", "skewed", "elsewhere")),
+        "intermediate": width,
+        "limit": Choice(("none", "7")),
+        "out": Choice(GEMM_OUT),
+        "scale": Choice(MOE_SCALES[variant]),
+        "scaling": Choice(("1", "2.5")),
+        "tokens": Size(most=2**20),
+        "topk": Size(most=32),
+        "values": Choice(MOE_VALUES),
+        "weight": Choice(("output", "input")),
+    }
+    return Rule(keys, _moe_check)
+
+
 LAYOUTS = ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
 
 
@@ -319,5 +363,6 @@ GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
     "gemm": {variant: _gemm(variant) for variant in GEMM_FORMATS},
     "grouped_gemm": {variant: _gemm(variant, grouped=True) for variant in GEMM_FORMATS},
     "routing": {method: _routing(router) for method, router in ROUTERS.items()},
+    "moe": {variant: _moe(variant) for variant in MOE_SCALES},
 }
 """operation -> variant -> `Rule`."""

@@ -14,6 +14,7 @@ from fuzz.case import Case
 from fuzz.code_profiles import CODE_PROFILES
 from fuzz.gemm_inputs import build_gemm, build_grouped_gemm
 from fuzz.grammar import AMAX_SOURCES
+from fuzz.moe_inputs import build_moe
 from fuzz.philox import key_of, words
 from fuzz.profiles import MATRIX_PROFILES, top_exponent
 from fuzz.routing_inputs import LOGIT_PROFILES, bias_of, logits_matrix
@@ -37,14 +38,14 @@ def build(case: Case, rows: slice | None = None) -> dict[str, Tensor]:
     rows: make only these rows (step 1) of the matrix or vector; scales come for the blocks that they touch, and
     single numbers stay those of the whole. The strides that ``stride`` names hold for the part. Raises ValueError for
     an empty range or another step, for ``scale_layout`` with ``direction=unpack``, whose input has no rows, and for
-    GEMMs, which have two matrices.
+    GEMMs and expert layers, which have several matrices.
     """
     return _BUILDERS[case.operation](case, rows)
 
 
 def row_count(case: Case) -> int:
     """The number of rows that ``rows`` of `build` counts."""
-    names = {"ue8m0": "n", "scale_layout": "rows", "requantize": "n", "routing": "tokens"}
+    names = {"ue8m0": "n", "scale_layout": "rows", "requantize": "n", "routing": "tokens", "moe": "tokens"}
     return case.integer(names.get(case.operation, "m"))
 
 
@@ -199,6 +200,12 @@ def _gemm(case: Case, rows: slice | None) -> dict[str, Tensor]:
     return build_grouped_gemm(case) if case.operation == "grouped_gemm" else build_gemm(case)
 
 
+def _moe(case: Case, rows: slice | None) -> dict[str, Tensor]:
+    if rows is not None:
+        raise ValueError("rows: an expert layer has many matrices")
+    return build_moe(case)
+
+
 def _routing(case: Case, rows: slice | None) -> dict[str, Tensor]:
     matrix = logits_matrix(case)
     first, last = _range(rows, matrix.rows)
@@ -217,6 +224,7 @@ _BUILDERS: dict[str, Callable[[Case, slice | None], dict[str, Tensor]]] = {
     "gemm": _gemm,
     "grouped_gemm": _gemm,
     "routing": _routing,
+    "moe": _moe,
 }
 
 

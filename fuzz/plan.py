@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from fuzz.case import Case, CaseError
 from fuzz.grammar import GRAMMAR, Choice, Size
+from fuzz.moe_shapes import sizes as moe_sizes
 from fuzz.routing_shapes import corner
 from fuzz.scale_profiles import SPECIAL
 from fuzz.strategies import Limits, cases, least, unit
@@ -170,7 +171,7 @@ def _shapes(group: Group, max_elements: int) -> Iterator[Case]:
 
 def _pairs(group: Group, max_elements: int) -> Iterator[Case]:
     words = _words(group)
-    if group[0] == "routing":
+    if group[0] in ("routing", "moe"):
         yield from (_case(group, index, row, _ROOMY, max_elements) for index, row in enumerate(_pairwise(words)))
         return
     profiles = words.pop("values")
@@ -184,7 +185,7 @@ def _pairs(group: Group, max_elements: int) -> Iterator[Case]:
 
 
 def _pairwise(words: dict[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
-    """Rows that hold every pair of words of any two keys, greedily few: for the many keys of a router."""
+    """Rows that hold every pair of words of any two keys, greedily few: for routers and expert layers."""
     keys = [key for key, list_ in words.items() if len(list_) > 1]
     left = {
         ((one, a), (other, b))
@@ -253,6 +254,8 @@ def _sizes(
         blocks, more = shape[1]
         return {"n": str(_SETS.get(words["values"], max(1, blocks * 64 + more)))}
     room = Limits(max_elements).room(group[0], sizes, words)
+    if group[0] == "moe":
+        return moe_sizes(group[1], index + 1, room)
     if group[0] == "routing":
         return corner(group[1], index, room)
     found = {}

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from fuzz.case import Case
 from fuzz.grammar import GRAMMAR, Choice, Size
+from fuzz.moe_shapes import COUNT as MOE_COUNT
+from fuzz.moe_shapes import sizes as moe_sizes
 from fuzz.routing_shapes import SHAPES, TOKENS, fitted
 
 _PRIMES = (5, 7, 13, 17, 31, 61, 97, 127, 251, 509, 1021, 2039)
@@ -80,6 +82,9 @@ def _cases(draw: st.DrawFn, groups: tuple[tuple[str, str], ...], limits: Limits)
             given[key] = domain.values[0] if len(domain.values) == 1 else draw(_word(domain.values))
     sizes = {key: domain for key, domain in rule.keys.items() if isinstance(domain, Size)}
     order = list(sizes)
+    if operation == "moe":
+        given |= draw(_moe_sizes(variant, limits.room(operation, sizes, given)))
+        order = []
     if operation == "routing":
         given |= draw(_router_sizes(variant, limits.room(operation, sizes, given)))
         order = []
@@ -118,6 +123,8 @@ def unit(operation: str, key: str, given: Mapping[str, str]) -> int:
         return {"k": 128, "n": 64, "groups": 2}.get(key, 16)
     if operation == "routing":
         return {"experts": 512, "tokens": 50}.get(key, 1)
+    if operation == "moe":
+        return {"experts": 2, "hidden": 128, "intermediate": 64}.get(key, 1)
     height, _, width = given.get("block", "").partition("x")
     if not width:
         return 64
@@ -153,6 +160,11 @@ def _router_sizes(draw: st.DrawFn, method: str, room: int) -> dict[str, str]:
     if draw(st.booleans()):
         tokens = 1 + draw(_DIGIT)
     return fitted(method, shape, tokens, room)
+
+
+def _moe_sizes(variant: str, room: int) -> st.SearchStrategy[dict[str, str]]:
+    """Shapes of the table with any of its numbers of tokens."""
+    return st.integers(0, min(99, MOE_COUNT) - 1).map(lambda index: moe_sizes(variant, index, room))
 
 
 @lru_cache(4096)

@@ -21,6 +21,7 @@ Accumulator = Literal["fp32_any", "fp32_rn", "fp64", "hopper_fp8", "hopper_f16",
 ScaleCombination = Literal["any", "fma_dot_sa_sb", "fma_dot_sasb"]
 Promotion = Literal["every_128", "none"]
 OutRounding = Literal["nearest", "faithful"]
+Between = Literal["fp32", "bf16"]
 Sigmoid = Literal["exp", "tanh"]
 TieRule = Literal["lowest_index", "any"]
 BiasDtype = Literal["fp32", "bf16"]
@@ -83,6 +84,8 @@ class Recipe:
         an exact accumulator model unique.
     split_k: the number of parts of K (``bf16_split_k``).
     out_rounding: of the accumulator to the output dtype: ``nearest``, or ``faithful`` for either neighbour.
+    fc1_dtype, activation_dtype, fc2_dtype, weighted_dtype: of an expert layer, how FC1's output, silu(gate) * up, each
+        expert's output and its product with the router weight are stored on the way, ``fp32`` or ``bf16``.
     run_to_run: bit equality of repeated runs is part of the contract.
     exp_error ... padded_rows: of a router, `ROUTING_CHOICES`.
     """
@@ -104,6 +107,10 @@ class Recipe:
     scale_combination: ScaleCombination = "any"
     split_k: int = 1
     out_rounding: OutRounding = "nearest"
+    fc1_dtype: Between = "fp32"
+    activation_dtype: Between = "fp32"
+    fc2_dtype: Between = "fp32"
+    weighted_dtype: Between = "fp32"
     run_to_run: bool = True
     exp_error: float = 2.0**-22
     exp_slope: float = 0.0

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from conformance.backends import _torch_gemm as gemm
 from conformance.backends import _torch_layouts as layouts
+from conformance.backends import _torch_moe as moe
 from conformance.backends import _torch_routing as routing
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe, Via
@@ -92,6 +93,7 @@ class TorchBackend:
             requantize,
             *gemm.claims(),
             *routing.claims(),
+            *moe.claims(),
         ]
 
     def recipe(self, claim: Claim) -> Recipe:
@@ -103,6 +105,8 @@ class TorchBackend:
             return gemm.recipe(claim, source)
         if claim.operation == "routing":
             return routing.recipe(claim, source)
+        if claim.operation == "moe":
+            return moe.recipe(claim, source)
         if claim.operation == "requantize":
             return Recipe(source=source, via=self._via)
         if claim.variant == "fp8_per_tensor" or claim.where.get("scale") == ("fp32",):
@@ -128,6 +132,8 @@ class TorchBackend:
                 return lambda: {"output": gemm.grouped_gemm(case, inputs)}
             case "routing":
                 return lambda: routing.route(case, inputs)
+            case "moe":
+                return lambda: {"output": moe.moe(case, inputs)}
         raise Unsupported(f"no {case.operation}")
 
     def run(self, prepared: Call, out: Mapping[str, Tensor]) -> Parts:

@@ -28,8 +28,8 @@ GOLDEN = {
 """Case -> SHA-256 of its inputs."""
 
 
-GEMMS = ("gemm", "grouped_gemm")
-"""Operations whose inputs are two matrices; ``test_gemm_inputs.py`` tests their shapes."""
+GEMMS = ("gemm", "grouped_gemm", "moe")
+"""Operations with several matrices; ``test_gemm_inputs.py`` and ``test_moe_inputs.py`` test their shapes."""
 
 
 def raw(tensor):

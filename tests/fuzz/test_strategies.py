@@ -32,6 +32,8 @@ def test_cases_are_valid_and_within_limits(case, few, data):
     sizes = {key: d for key, d in GRAMMAR[case.operation][case.variant].keys.items() if isinstance(d, Size)}
     if case.operation == "routing":
         sizes = {key: sizes[key] for key in ("experts", "tokens")}
+    if case.operation == "moe":
+        sizes = {key: sizes[key] for key in ("experts", "hidden", "intermediate")}
     least = math.prod(max(d.least, d.multiple) for d in sizes.values())
     assert math.prod(small.integer(key) for key in sizes) <= max(few, least)
 

@@ -1,0 +1,116 @@
+"""A GEMM whose first operand is only known around a nominal one.
+
+With a = c + d, |d| <= r elementwise, every admissible operand's exact sum lies within r |b| of the nominal one. The
+accumulator's error is bounded for all of them at once by bounding it for a *stand-in*: an operand that is at least as
+large as any candidate in every element (raised to the smallest normal number times the scale, as subnormal codes count
+that much), and whose uncertain elements have their last FP64 bit set, so that they count as fine terms and lie on no
+lattice. `accumulators.radius` grows with magnitudes, so what it says of the stand-in holds for each candidate. What may
+underflow is added wherever a row has an uncertain element.
+
+``hopper_fp8`` has no bound by magnitudes there; here an instruction adds 32 products to the running value, each of the
+33 terms cut to a multiple of 2^(E - 13), the sum to 13 bits, E at most the exponent of the largest magnitude (subnormal
+codes raised): 34 * 2^-13 of what is in it. Over a promoted K block of w elements c = ceil(w / 32) 34 2^-13, the
+blocks' sums add up, and FP32 adds them: g(c) S^ + g(blocks) (S + g(c) S^).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from references.accumulators import SLACK, U32, Radius, Sums, gamma, radius, scale_roundings, sums, underflow
+from references.gemm_formats import Operand
+from references.recipes import Recipe
+from references.rounding import bits
+
+HOPPER_INSTRUCTION = 34 * 2.0**-13
+HOPPER_PRODUCTS = 32
+
+
+@dataclass(frozen=True)
+class Uncertain:
+    """An operand within ``reach`` of a nominal one.
+
+    nominal: the operand. reach: FP64 ``[rows, k]``, how far its values may be off. scales: FP64 ``[rows, blocks]``,
+    bounds on the magnitudes of its scales.
+    """
+
+    nominal: Operand
+    reach: Tensor
+    scales: Tensor
+
+    @classmethod
+    def exactly(cls, nominal: Operand) -> Uncertain:
+        """An operand without doubt."""
+        return cls(nominal, torch.zeros_like(nominal.values), nominal.scales)
+
+    def stand_in(self) -> Operand:
+        """At least as large and as fine as every candidate (the module's docstring)."""
+        a = self.nominal
+        moved = self.reach > 0
+        largest = (a.values.abs() + self.reach) * SLACK
+        codes = largest
+        if a.side.element is not None:
+            spread = self.scales.repeat_interleave(a.width, dim=1)[:, : largest.shape[1]]
+            largest = torch.maximum(largest, spread * 2.0**a.side.element.emin)
+            # The largest code with the least bit of the smallest.
+            top = a.side.element.max + 2.0 ** (a.side.element.emin - a.side.element.mantissa_bits)
+            codes = torch.full_like(largest, top)
+        else:
+            codes = _finest(largest)
+        values = torch.where(moved, _finest(largest), a.values)
+        return replace(a, codes=torch.where(moved, codes, a.codes), values=values, scales=self.scales)
+
+
+def _finest(values: Tensor) -> Tensor:
+    """Positive FP64 values with their last bit set."""
+    return (bits(values) | 1).view(torch.float64)
+
+
+@dataclass(frozen=True)
+class Product:
+    """What an uncertain operand times another may be, each FP64 ``[m, n]``.
+
+    centre: the exact product of the nominal operand. operand: how far the exact product may be off. accumulation: how
+    far the accumulator may be off that, the scales' roundings and FP64's own error included. size: bound on the sum of
+    the terms' magnitudes.
+    """
+
+    centre: Tensor
+    operand: Tensor
+    accumulation: Tensor
+    size: Tensor
+
+
+def product(a: Uncertain, b: Operand, recipe: Recipe) -> Product:
+    """``a @ b.T`` under the recipe's accumulator."""
+    nominal = sums(a.nominal, b)
+    moved = a.reach > 0
+    if not bool(moved.any()):
+        parts = _radius(nominal, a.nominal, b, recipe)
+        return Product(nominal.exact, torch.zeros_like(nominal.exact), parts.total + nominal.error, nominal.size)
+    off = (a.reach @ b.values.abs().T) * (1 + 2.0**-40)
+    other = a.stand_in()
+    facts = sums(other, b)
+    facts = replace(facts, exact=nominal.exact.abs() + off)
+    total = _radius(facts, other, b, recipe).total
+    tiny, _ = underflow(other, b, recipe, facts.n)
+    total = total + torch.where(moved.any(1)[:, None], tiny, 0.0)
+    return Product(nominal.exact, off, total + nominal.error, facts.size)
+
+
+def _radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
+    if recipe.accumulator != "hopper_fp8":
+        return radius(facts, a, b, recipe)
+    if {a.side.name, b.side.name} != {"e4m3"}:
+        raise ValueError(f"moe: hopper_fp8 multiplies E4M3, not {a.side.name} and {b.side.name}")
+    width = min(a.width, b.width, facts.n)
+    if recipe.promotion == "every_128":
+        width = min(width, 128)
+    dots = gamma(-(-width // HOPPER_PRODUCTS) * HOPPER_INSTRUCTION, 1.0) * facts.clamped
+    scaling = (facts.size + dots) * gamma(scale_roundings(a, b), U32)
+    adding = (facts.size + dots + scaling) * gamma(-(-facts.n // width), U32)
+    tiny, safe = underflow(a, b, recipe, facts.n)
+    return Radius((dots + adding) * SLACK, (scaling + torch.where(safe, 0.0, tiny)) * SLACK)
