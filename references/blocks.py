@@ -209,7 +209,7 @@ def nominal_payload(
         scaled = quotient_rows(x, divisors, amax, scheme, recipe, rows)
         if zero_divisors:
             values = x[rows].to(F32)
-            scaled = torch.where(values == 0, values, scaled)
+            scaled = torch.where(values == 0, values, scaled).contiguous()  # the strides of x may win
         encode_into(scaled.view(-1), scheme.element, out[rows].view(-1))
     return out
 

@@ -324,3 +324,14 @@ def test_a_grid_of_the_wrong_shape_is_refused() -> None:
         quantize(torch.zeros(2, 16), SCHEMES["nvfp4"], DEFAULT)
     with pytest.raises(ValueError, match="no way to choose"):
         quantize(torch.zeros(2, 16), scheme("mxfp8", "1x32", "ue8m0"), DEFAULT)
+
+
+def test_a_zero_block_of_a_transposed_matrix_has_a_zero_payload() -> None:
+    # The strides of x must not reach the payload, whichever operand of the division is zero.
+    x = torch.zeros(256, 3).t()
+    x[:, 0] = 448.0
+    found = quantize(x, SCHEMES["deepseek_fp8 1x128 fp32"], DEFAULT)
+    assert found.scales is not None
+    assert found.scales.tolist() == [[1.0, 0.0]] * 3
+    assert found.payload[:, :2].tolist() == [[0x7E, 0]] * 3
+    assert found.payload.is_contiguous()
