@@ -1,0 +1,104 @@
+"""The command ``gating``: observe, compare, write, and say so in an exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from conformance.discover import UsageError
+from conformance.gating import expected as claims
+from conformance.gating import table
+from conformance.gating.model import ARCHITECTURES, LIBRARIES, Finding, numbers
+from conformance.gating.observed import observe
+from conformance.gating.rules import findings
+
+AGREE, DISAGREE = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What was asked for; everything where nothing was."""
+
+    libraries: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
+    sms: tuple[int, ...] = ()
+    expected: Path = claims.DEFAULT
+    out: Path = Path("out/gating")
+    strict: bool = False
+
+
+def gating(settings: Settings, console: Console) -> int:
+    """Run the comparison and return 0 or 1. Raises UsageError."""
+    for name in settings.libraries:
+        if name not in LIBRARIES:
+            raise UsageError(f"--library {name!r} is none of {', '.join(LIBRARIES)}")
+    for sm in settings.sms:
+        if sm not in ARCHITECTURES:
+            raise UsageError(f"--sm {sm} is none of {', '.join(map(str, ARCHITECTURES))}")
+    try:
+        expected = claims.load(settings.expected)
+    except claims.ExpectedError as error:
+        raise UsageError(str(error)) from None
+    sms = sorted(set(settings.sms)) or ARCHITECTURES
+    parts = []
+    for library in dict.fromkeys(settings.libraries or LIBRARIES):
+        console.print(f"asking {library} ...", highlight=False)
+        parts.append(observe(library, sms, subjects=settings.subjects))
+    if settings.subjects and not any(part.observations or part.gaps for part in parts):
+        raise UsageError(f"--subject {' '.join(settings.subjects)} names nothing")
+    found = tuple(finding for part in parts for finding in findings(part, expected))
+    result = table.Result(tuple(parts), expected, found)
+    try:
+        paths = table.write(result, settings.out)
+    except OSError as error:
+        raise UsageError(f"{settings.out}: {error.strerror or error}") from None
+    _summarise(table.markdown(result))
+    _show(result, console)
+    for path in paths:
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    unseen = settings.strict and (result.gaps or result.unseen_claims)
+    return DISAGREE if result.disagreements or unseen else AGREE
+
+
+def _show(result: table.Result, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    for finding in result.findings:
+        say(_line(finding))
+        if not finding.explained:
+            say(f"    {finding.repro}")
+    for gap in result.gaps:
+        say(f"not observed: {gap.library}{f' on SM{gap.sm}' if gap.sm else ''}: {gap.reason}")
+    if result.unseen_claims:
+        say(f"not observed: {result.unseen_claims} published claims, whose gates cannot tell on this machine")
+    say(table.headline(result))
+
+
+def _line(finding: Finding) -> str:
+    mark = "known" if finding.explained else "DISAGREE"
+    why = finding.explained or finding.source
+    said = f"{mark} {finding.rule}: {finding.library} {finding.what} on {numbers(finding.sms)}: {finding.message}"
+    return f"{said} [{why}]" if why else said
+
+
+def _summarise(text: str) -> None:
+    """Append to the step summary of GitHub Actions, where there is one."""
+    if path := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def parse_sms(words: Sequence[str]) -> tuple[int, ...]:
+    """``90``, ``sm90`` or ``SM90``. Raises UsageError."""
+    numbers = []
+    for word in words:
+        digits = word.lower().removeprefix("sm")
+        if not digits.isdecimal():
+            raise UsageError(f"--sm {word!r} is no architecture such as 90 or sm90")
+        numbers.append(int(digits))
+    return tuple(numbers)

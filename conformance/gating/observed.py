@@ -1,0 +1,88 @@
+"""Ask a library in a child process, and read what it says. The parent imports neither torch nor the library."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.gating.model import ARCHITECTURES, Gap, Gate, Observation, Observed
+
+PROBE_S = 3.0
+"""Seconds for one runner's gate; those that start to look for kernels on the device take far longer and then fail."""
+SM_S = 60.0
+LIBRARY_S = 150.0
+ROOT = Path(__file__).parent.parent.parent
+
+
+def observe(
+    library: str,
+    sms: Sequence[int] = ARCHITECTURES,
+    *,
+    subjects: Sequence[str] = (),
+    patches: Sequence[Path] = (),
+    python: str = sys.executable,
+    limit: float = LIBRARY_S,
+) -> Observed:
+    """All gates of one library on these architectures; a library that is missing or dies is a gap, never an exception.
+
+    subjects: parts of the names of what is asked, all if empty. patches: Python files, each run in forks of its own
+    after the library is imported; the observations under the i-th have ``patch`` i + 1. python: the interpreter.
+    limit: seconds for everything.
+    """
+    request = {
+        "library": library,
+        "sms": list(sms),
+        "subjects": list(subjects),
+        "patches": [str(patch) for patch in patches],
+        "probe_s": PROBE_S,
+        "sm_s": SM_S,
+    }
+    before = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [python, "-m", "conformance.gating.child", json.dumps(request)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+    )
+    reason = ""
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        reason = f"stopped after {limit:g} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if not reason and process.returncode:
+        last = err.decode(errors="replace").strip().splitlines()[-1:]
+        reason = f"the child ended with {process.returncode}: {' '.join(last)}"
+    return _read(library, out.decode(errors="replace").splitlines(), reason)
+
+
+def _read(library: str, lines: Sequence[str], reason: str) -> Observed:
+    version, notes = "", ()
+    rows, gaps = [], []
+    for line in lines:
+        try:
+            said = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off when the child was stopped
+        match said["kind"]:
+            case "library":
+                version, notes = said["version"], tuple(said["notes"])
+            case "gap":
+                gaps.append(Gap(library=library, reason=said["reason"], sm=said.get("sm"), patch=said.get("patch", 0)))
+            case "row":
+                gates = tuple(Gate(*gate) for gate in said["gates"])
+                row = {key: said[key] for key in ("subject", "variant", "sm", "patch")}
+                rows.append(Observation(library=library, gates=gates, facts=tuple(said["facts"]), **row))
+    if reason:
+        gaps.append(Gap(library=library, reason=reason))
+    return Observed(library=library, version=version, observations=tuple(rows), gaps=tuple(gaps), notes=tuple(notes))

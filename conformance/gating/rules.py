@@ -1,0 +1,226 @@
+"""What must hold between gates, with a table of claims (`expected`) and without one.
+
+| rule | a finding is |
+|---|---|
+| `expected` | an answer against a published claim, or compiled code that is not what the claim names |
+| `config-against-runner` | a runner that admits what its config refuses; a config that admits where no format is |
+| `admits-more-than-it-says` | an architecture that is admitted though the refusals elsewhere name a list without it |
+| `same-family` | SM120 against SM121: one instruction set, so one answer |
+| `gate-raises` | a gate that raises something that no caller takes as a refusal |
+| `flag-off` | scales converted for a library that is switched off or not installed |
+| `explained-no-longer` | a row of known disagreements that explains nothing that was seen |
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from conformance.gating.expected import Expected, Support, holds
+from conformance.gating.model import ARCHITECTURES, Finding, Observation, Observed, numbers
+
+FAMILIES = ((120, 121),)
+"""Architectures with one instruction set. SM103 differs from SM100 in its block-scaled FP4 instructions."""
+OFF = " off"
+"""Ends the variants that are observed with the library switched off."""
+_NAMED = re.compile(r"\bsm_?(\d{2,3})|\b(\d{2,3})(?=[,)])", re.IGNORECASE)
+
+Rows = Sequence[Observation]
+Wrong = dict[tuple[str, str, str], dict[str, list[int]]]
+"""(Subject, message, source) -> variant -> architectures."""
+
+
+def findings(observed: Observed, expected: Expected) -> list[Finding]:
+    """Every disagreement of one library, the explained ones with their reasons."""
+    found = list(against_claims(observed, expected))
+    for rule in WITHOUT_CLAIMS:
+        found += rule(observed.observations)
+    explained = []
+    for finding in found:
+        rows = [row for row in expected.explained if row.explains(finding, observed.version)]
+        explained.append(replace(finding, explained=rows[0].reason, source=rows[0].source) if rows else finding)
+    return explained + list(explained_no_longer(observed, expected, found))
+
+
+def against_claims(observed: Observed, expected: Expected) -> Iterator[Finding]:
+    """`expected`: one finding for each subject, kind of disagreement and source."""
+    wrong = _wrong()
+    for item in observed.observations:
+        for row in expected.support:
+            if not row.covers(item, observed.version) or item.answer in ("unknown", "error"):
+                continue
+            message = ""
+            if (item.answer == "yes") != (item.sm in row.admits):
+                message = _CONTRARY[item.answer] + (f" ({item.detail})" if item.detail else "")
+            elif item.answer == "yes":
+                message = _code(item, row)
+            if message:
+                wrong[item.subject, message, row.source][item.variant].append(item.sm)
+    yield from _joined("expected", observed.library, wrong)
+
+
+_CONTRARY = {"yes": "admits where the source says it refuses", "no": "refuses where the source says it admits"}
+
+
+def _code(item: Observation, row: Support) -> str:
+    """What the compiled code lacks, or has too much, by a claim."""
+    if missing := [fact for fact in row.facts if fact not in item.facts]:
+        return f"compiled without {', '.join(missing)} (found: {', '.join(item.facts) or 'nothing'})"
+    if extra := [fact for fact in row.without if fact in item.facts]:
+        return f"compiled with {', '.join(extra)}"
+    return ""
+
+
+def config_against_runner(rows: Rows) -> Iterator[Finding]:
+    """`config-against-runner`, per subject."""
+    for subject, items in _by_subject(rows).items():
+        by_sm: dict[int, list[Observation]] = defaultdict(list)
+        for item in items:
+            by_sm[item.sm].append(item)
+        wide: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        closed: list[int] = []
+        for sm, here in by_sm.items():
+            config = here[0].gate("config")
+            admitted = tuple(item.variant for item in here if item.gate("runner") == "yes")
+            if config == "no" and admitted:
+                wide[admitted].append(sm)
+            if config == "yes" and {item.gate("runner") for item in here} == {"no"}:
+                closed.append(sm)
+        for variants, sms in wide.items():
+            message = f"the runner admits {', '.join(variants)} where its config refuses"
+            yield _finding("config-against-runner", items[0].library, subject, (), sms, message)
+        if closed:
+            message = "the config admits where the runner refuses every format"
+            yield _finding("config-against-runner", items[0].library, subject, (), closed, message)
+
+
+def admits_more_than_it_says(rows: Rows) -> Iterator[Finding]:
+    """`admits-more-than-it-says`, per subject.
+
+    The list is all that refusals name, apart from the device that each of them speaks of.
+    """
+    for subject, items in _by_subject(rows).items():
+        named = {
+            sm
+            for item in items
+            for gate in item.gates
+            if gate.answer == "no"
+            for sm in _named(gate.detail)
+            if sm != item.sm
+        }
+        more = {item.sm for item in items if item.answer == "yes"} - named
+        if named and more:
+            message = f"admitted, though its refusals name only {numbers(named)}"
+            yield _finding("admits-more-than-it-says", items[0].library, subject, (), more, message)
+
+
+def same_family(rows: Rows) -> Iterator[Finding]:
+    """`same-family`, per subject and pair of answers."""
+    pairs: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for item in rows:
+        if item.answer in ("yes", "no"):
+            pairs[item.subject, item.variant][item.sm] = item.answer
+    wrong = _wrong()
+    for (subject, variant), answers in pairs.items():
+        for family in FAMILIES:
+            seen = {sm: answers[sm] for sm in family if sm in answers}
+            if len(set(seen.values())) > 1:
+                message = ", ".join(f"SM{sm} {answer}" for sm, answer in seen.items())
+                wrong[subject, message, ""][variant] += seen
+    yield from _joined("same-family", _library(rows), wrong)
+
+
+def gate_raises(rows: Rows) -> Iterator[Finding]:
+    """`gate-raises`, per subject and message."""
+    wrong = _wrong()
+    for item in rows:
+        for gate in item.gates:
+            if gate.answer == "error":
+                wrong[item.subject, f"{gate.name}: {gate.detail}", ""][item.variant].append(item.sm)
+    yield from _joined("gate-raises", _library(rows), wrong)
+
+
+def flag_off(rows: Rows) -> Iterator[Finding]:
+    """`flag-off`, per subject."""
+    wrong = _wrong()
+    for item in rows:
+        if item.variant.endswith(OFF) and item.answer == "yes":
+            wrong[item.subject, "yes, though the library is off", ""][item.variant].append(item.sm)
+    yield from _joined("flag-off", _library(rows), wrong)
+
+
+WITHOUT_CLAIMS: tuple[Callable[[Rows], Iterator[Finding]], ...] = (
+    config_against_runner,
+    admits_more_than_it_says,
+    same_family,
+    gate_raises,
+    flag_off,
+)
+
+
+def explained_no_longer(observed: Observed, expected: Expected, found: Sequence[Finding]) -> Iterator[Finding]:
+    """`explained-no-longer`: for rows of this version whose subject answered on every architecture."""
+    for row in expected.explained:
+        if row.library != observed.library or not holds(row.versions, observed.version):
+            continue
+        about = [item for item in observed.observations if item.subject == row.subject]
+        if not {item.sm for item in about}.issuperset(ARCHITECTURES):
+            continue
+        if any(item.answer == "unknown" for item in about if item.sm in row.sms):
+            continue
+        named = {sm for finding in found if row.explains(finding, observed.version) for sm in finding.sms}
+        if gone := row.sms - named:
+            message = f"the row for {row.rule} explains nothing here any more; take it out, or narrow it"
+            yield _finding("explained-no-longer", row.library, row.subject, (), gone, message, row.source)
+
+
+def _finding(
+    rule: str,
+    library: str,
+    subject: str,
+    variants: Iterable[str],
+    sms: Iterable[int],
+    message: str,
+    source: str = "",
+) -> Finding:
+    return Finding(
+        rule=rule,
+        library=library,
+        subject=subject,
+        variants=tuple(variant for variant in variants if variant),
+        sms=tuple(sorted(set(sms))),
+        message=message,
+        source=source,
+        everywhere=rule in ("admits-more-than-it-says", "explained-no-longer"),
+    )
+
+
+def _wrong() -> Wrong:
+    return defaultdict(lambda: defaultdict(list))
+
+
+def _joined(rule: str, library: str, wrong: Wrong) -> Iterator[Finding]:
+    """Findings of one message on the same architectures are one."""
+    for (subject, message, source), by_variant in wrong.items():
+        same: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for variant, where in by_variant.items():
+            same[tuple(where)].append(variant)
+        for sms, variants in same.items():
+            yield _finding(rule, library, subject, variants, sms, message, source)
+
+
+def _library(rows: Rows) -> str:
+    return rows[0].library if rows else ""
+
+
+def _named(text: str) -> set[int]:
+    return {int(first or second) for first, second in _NAMED.findall(text)}
+
+
+def _by_subject(rows: Rows) -> dict[str, list[Observation]]:
+    groups: dict[str, list[Observation]] = defaultdict(list)
+    for row in rows:
+        groups[row.subject].append(row)
+    return dict(groups)
