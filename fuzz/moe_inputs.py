@@ -1,6 +1,6 @@
 """The inputs of ``moe`` cases, on the CPU: BF16 activations, quantised expert weights, ids and router weights.
 
-Weights are scaled so that gate and up are about N(0, 2) for activations of N(0, 1), where silu is neither flat nor
+Weights are scaled so that gate and up are a few units large for activations of N(0, 1), where silu is neither flat nor
 linear. Profiles are those of GEMM operands (`fuzz.gemm_profiles`), and one more: ``saturated`` makes activations 1 and
 2, gates that are 0 or at least 32, everything else small integers and router weights powers of two, so that under
 power-of-two scales hardly anything is ever rounded and hardly any error is admissible.

@@ -34,6 +34,8 @@ MINIMUM = -0.27846454276107385
 EVALUATION = 2.0**-49
 """Relative error of silu in FP64: exp within 2 ulp, a sum and a quotient, 2^-50 at most."""
 SATURATED = 32.0
+LOST = -700.0
+"""Below, FP64 has no exp(-x) or loses digits of silu, which is within 2^-1000 of 0."""
 LEAST_NORMAL = 2.0**-126
 
 
@@ -47,7 +49,7 @@ def silu_range(x: Enclosure) -> Enclosure:
     low, high = silu(x.lo), silu(x.hi)
     least, most = torch.minimum(low, high), torch.maximum(low, high)
     inside = (x.lo <= MINIMUM_AT[1]) & (x.hi >= MINIMUM_AT[0])
-    least = least - EVALUATION * least.abs()
+    least = least - EVALUATION * least.abs() - (x.lo < LOST).to(least) * 2.0**-1000
     most = most + EVALUATION * most.abs()
     return Enclosure(torch.where(inside, MINIMUM, least), torch.where((x.lo == 0) & (x.hi == 0), 0.0, most))
 
