@@ -52,7 +52,8 @@ KERNELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
     ),
 }
 """Kernel: its module under `conformance.backends`, its constants, and the types that differ from `_type`."""
-_SAYS = re.compile(r"fatal|error|unsupported|not (supported|defined)", re.IGNORECASE)
+_SAYS = tuple(re.compile(words, re.IGNORECASE) for words in (r"fatal|unsupported|not (supported|defined)", "error"))
+"""What the telling line of a compiler's message has, best first."""
 _NO_TOOL = re.compile(r"ptxas.*(not found|No such file)|cannot find ptxas", re.IGNORECASE)
 _INDEX = re.compile(r"(starts|counts)_ptr\Z")
 
@@ -121,5 +122,5 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if re.search("[a-z]{3}", line)]
-    said = next((line for line in lines if _SAYS.search(line)), lines[-1] if lines else "")
-    return f"{type(error).__name__}: {said}"[:300]
+    said = [line for says in _SAYS for line in lines if says.search(line)] or lines[-1:]
+    return f"{type(error).__name__}: {said[0] if said else ''}"[:300]

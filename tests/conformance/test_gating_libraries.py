@@ -458,6 +458,15 @@ def test_an_fp8_gemm_compiles_to_each_kind_of_tensor_core_instruction(monkeypatc
     assert unexplained(seen) == []
 
 
+def test_a_compiler_says_why_in_its_own_words() -> None:
+    ptxas = "PTXAS error: Internal error\n`ptxas` stderr:\nptxas fatal   : Value 'sm_110a' is not defined\n"
+    assert triton_gates._reason(RuntimeError(ptxas)) == "RuntimeError: ptxas fatal   : Value 'sm_110a' is not defined"
+    outer = ValueError("at 19:10:\n    tl.dot(a, b)\n    ^")
+    outer.__cause__ = ValueError("type fp8e4nv not supported in this architecture")
+    assert triton_gates._reason(outer) == "ValueError: type fp8e4nv not supported in this architecture"
+    assert triton_gates._reason(RuntimeError("")) == "RuntimeError: "
+
+
 @pytest.mark.slow
 @installed("triton", "3.6")
 def test_a_kernel_that_divides_approximately_is_reported(tmp_path: Path) -> None:
