@@ -1,0 +1,33 @@
+"""Mutants: faulty implementations that re-create historical bugs, one module an area. See docs/power.md."""
+
+from __future__ import annotations
+
+from fuzz.grammar import GRAMMAR
+from fuzz.mutants import correct, dequant, gemm, layout, memory, quant, routing, ue8m0
+from fuzz.mutants.base import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    *ue8m0.MUTANTS,
+    *quant.MUTANTS,
+    *dequant.MUTANTS,
+    *layout.MUTANTS,
+    *routing.MUTANTS,
+    *gemm.MUTANTS,
+    *memory.MUTANTS,
+)
+"""Every mutant, area by area."""
+
+CONFORMANT: tuple[Mutant, ...] = tuple(
+    correct.conformant(operation, tuple(GRAMMAR[operation]), answer)
+    for operation, answer in (
+        ("ue8m0", correct.encode_ue8m0),
+        ("quantize", correct.quantize),
+        ("dequantize", correct.dequantise),
+        ("scale_layout", correct.move_scales),
+        ("requantize", correct.requantise),
+        ("routing", routing.route),
+        ("gemm", gemm.gemm),
+        ("grouped_gemm", gemm.grouped_gemm),
+    )
+)
+"""What the mutants are changes of, without any change."""
