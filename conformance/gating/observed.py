@@ -45,7 +45,7 @@ def observe(
     before = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([str(ROOT), *([before] if before else [])])
     environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [python, "-m", "conformance.gating.child", json.dumps(request)]
+    command = [python, "-P", "-m", "conformance.gating.child", json.dumps(request)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
     )

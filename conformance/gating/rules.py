@@ -23,7 +23,7 @@ from conformance.gating.model import ARCHITECTURES, Finding, Observation, Observ
 
 FAMILIES = ((120, 121),)
 """Architectures with one instruction set. SM103 differs from SM100 in its block-scaled FP4 instructions."""
-OFF = " off"
+OFF = " off)"
 """Ends the variants that are observed with the library switched off."""
 _NAMED = re.compile(r"\bsm_?(\d{2,3})|\b(\d{2,3})(?=[,)])", re.IGNORECASE)
 

@@ -24,7 +24,7 @@ DECISION = "sglang/srt/model_loader/utils.py"
 FUNCTION = "should_deepgemm_weight_requant_ue8m0"
 DEEP_GEMM_NAMES = ("fp8_einsum", "m_grouped_fp8_fp4_gemm_nt_contiguous", "transform_sf_into_required_layout")
 BLOCK, SHAPE = [128, 128], (7168, 2048)
-SITUATIONS = (("", True, True), (", DeepGEMM off", False, True), (", flag off", True, False))
+SITUATIONS = (("", True, True), (" (DeepGEMM off)", False, True), (" (flag off)", True, False))
 """What ends the variant's name; whether DeepGEMM can be imported; SGLANG_ENABLE_JIT_DEEPGEMM."""
 
 

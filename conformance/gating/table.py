@@ -178,17 +178,26 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
 
 
 def _not_observed(result: Result) -> list[str]:
-    reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """Gaps, and gates that cannot tell, joined where they say the same but for the architecture."""
+    where: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for part in result.observed:
         for gap in part.gaps:
-            reasons[gap.library, gap.reason] += [gap.sm] if gap.sm else []
+            where[gap.library, "", gap.reason] += [gap.sm] if gap.sm else []
         for item in part.observations:
             if item.answer == "unknown":
-                reasons[f"{item.library} {item.subject}", item.detail].append(item.sm)
-    if not reasons:
+                where[item.library, item.subject, item.detail.replace(f"SM{item.sm}", "the architecture")].append(
+                    item.sm
+                )
+    if not where:
         return []
-    rows = [[plain(what), numbers(sms) or "all", plain(why, 240)] for (what, why), sms in reasons.items()]
-    return ["## Not observed here", "", *lines_of(("what", "where", "reason"), rows), ""]
+    subjects: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (library, subject, reason), sms in where.items():
+        subjects[library, reason, numbers(sms) or "all"].append(subject)
+    rows = [
+        [plain(library), plain(", ".join(filter(None, names))), sms, plain(reason, 240)]
+        for (library, reason, sms), names in subjects.items()
+    ]
+    return ["## Not observed here", "", *lines_of(("library", "what", "where", "reason"), rows), ""]
 
 
 def _library(result: Result, part: Observed) -> list[str]:

@@ -133,10 +133,12 @@ def test_the_csv_holds_every_answer_disagreements_first(run: Run, tmp_path: Path
 def test_markdown_marks_each_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    run((*BAD, row(103, "yes"), row(110, "unknown", detail="requires a toolchain")))
+    unknown = [row(sm, "unknown", detail=f"requires a toolchain for SM{sm}") for sm in (107, 110)]
+    run((*BAD, row(103, "yes"), *unknown), gaps=[Gap(library="flashinfer", reason="killed", sm=120)])
     text = (tmp_path / "out" / "gating.md").read_text()
-    assert "| `R` | AxB | yes ✗ | yes ✓ | yes | ? |" in text
-    assert "| flashinfer R | SM110 | requires a toolchain |" in text
+    assert "| `R` | AxB | yes ✗ | yes ✓ | yes | ? | ? |" in text
+    assert "| flashinfer | R | SM107, SM110 | requires a toolchain for the architecture |" in text
+    assert "| flashinfer |  | SM120 | killed |" in text
     assert text.index("## Disagreements") < text.index("## Not observed here") < text.index("## flashinfer 0.7.4")
     assert summary.read_text() == text
 

@@ -131,7 +131,7 @@ def test_a_gate_that_raises_what_no_caller_expects() -> None:
 
 
 def test_scales_of_a_library_that_is_off() -> None:
-    assert shown(library(seen(100, variant="dense, flag off"), seen(100, variant="dense"))) == [("flag-off", (100,))]
+    assert shown(library(seen(100, variant="dense (flag off)"), seen(100, variant="dense"))) == [("flag-off", (100,))]
 
 
 def test_compiled_code_is_held_against_its_claim() -> None:
