@@ -157,6 +157,18 @@ def test_hopper_is_never_outside_its_enclosure(variant, values, promotion):
             assert outside(model, admissible_gemm(a, b, recipe(**choices), F32).interval) == 0
 
 
+@pytest.mark.parametrize("values", GEMM_VALUES)
+def test_large_products_are_bounded_by_groups(values, monkeypatch):
+    a, b = make("deepseek_fp8", values, k=300, m=7, n=40)
+    fine = admissible_gemm(a, b, recipe(accumulator="hopper_fp8"), F32).interval
+    monkeypatch.setitem(hopper.COUNTED, "cpu", 1000)
+    coarse = admissible_gemm(a, b, recipe(accumulator="hopper_fp8"), F32).interval
+    model = exact_rows(a, b, recipe(accumulator="hopper_fp8", scale_combination="fma_dot_sasb"))
+    assert outside(model, coarse) == 0
+    assert (coarse.lo <= fine.lo).all()
+    assert (coarse.hi >= fine.hi).all()
+
+
 def test_hopper_groups_of_32_scaled_apart_are_inside_too():
     a, b = make("mxfp8", "wide", k=200, m=7, n=40)
     choices = recipe(accumulator="hopper_fp8", scale_combination="fma_dot_sasb")
