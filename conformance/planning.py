@@ -16,6 +16,8 @@ from references.backend import Claim
 
 DEFAULT_CASES = 64
 """Cases drawn for each operation x variant."""
+HEAVY_CASES = {"moe": 32}
+"""The same for operations whose cases each take the time of many."""
 LEAST = 200
 """Claimed cases that each operation x backend gets at least, unless the number of cases is given; a slow backend, in
 proportion to its pace."""
@@ -68,7 +70,15 @@ def draw(chosen: Sequence[Group], descriptions: Sequence[Description], seed: int
     """
     claimed = {(item.claim["operation"], item.claim["variant"]) for about in descriptions for item in about.claims}
     chosen = [group for group in chosen if group in claimed] or chosen
-    plan = plans.draw_plan(list(chosen), DEFAULT_CASES if cases is None else cases, seed)
+    plan = [
+        case
+        for operation in dict.fromkeys(operation for operation, _ in chosen)
+        for case in plans.draw_plan(
+            [group for group in chosen if group[0] == operation],
+            HEAVY_CASES.get(operation, DEFAULT_CASES) if cases is None else cases,
+            seed,
+        )
+    ]
     if cases is None:
         plan = [*plan, *_top_up(plan, chosen, descriptions)]
     return interleaved(dict.fromkeys(plan))
