@@ -25,13 +25,15 @@ TILE_M = 64
 TILE_N = 64
 KNOWN = {9: "hopper", 10: "blackwell"}
 """Major compute capabilities whose FP8 accumulator is known."""
+LARGEST_INTERPRETED = 256
+"""Largest matrix side in the interpreter, where a block of a product takes some milliseconds."""
 
 
 def claims(max_size: int | None, capability: tuple[int, int] | None) -> Iterable[Claim]:
     """``deepseek_fp8`` and ``bf16``. capability: of the GPU, None for the interpreter."""
     if capability is not None and capability[0] not in KNOWN:
         return []
-    maxima = {} if max_size is None else dict.fromkeys(("m", "n", "k"), max_size)
+    maxima = {} if max_size is None else dict.fromkeys(("m", "n", "k"), min(max_size, LARGEST_INTERPRETED))
     return [
         Claim(operation=operation, variant=variant, source=f"{SOURCE}: {kernel}", maxima=maxima)
         for operation in OPERATIONS

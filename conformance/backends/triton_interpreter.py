@@ -21,7 +21,7 @@ from conformance.backends._triton_adapter import TritonBackend as TritonBackend
 if not isinstance(tl.max, InterpretedFunction):
     raise ImportError("triton was imported before TRITON_INTERPRET=1: its own functions are compiled ones")
 
-MAX_SIZE = 1024
+MAX_SIZE = 512
 """Largest matrix side; a program of the interpreter takes about a millisecond."""
 
 
