@@ -66,6 +66,12 @@ def repro(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def power(session: nox.Session) -> None:
+    """Detection power: mutants of historical bugs, searched for within a budget, beside the recorded score."""
+    python(session, "-m", "conformance", "power", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
 def gating(session: nox.Session) -> None:
     """What libraries say of each GPU architecture against what is published, without a GPU: docs/gating.md."""
     python(session, "-m", "conformance", "gating", *session.posargs)

@@ -1,4 +1,4 @@
-"""The command line: ``python -m conformance run | repro | gating | backends | report``.
+"""The command line: ``python -m conformance run | repro | gating | backends | power | report``.
 
 Exit codes: 0 conformant; 1 non-conformant; 2 a usage error, nothing executed included; 3 the harness itself failed; 130
 interrupted by Ctrl-C or SIGTERM (files are written and marked incomplete). Every bad input is one line on stderr that
@@ -174,6 +174,33 @@ def backends(
 
     listing.show(tuple(device or ()), tuple(plugin or ()), _cpus(), _wide_console())
     return 0
+
+
+@app.command()
+def power(
+    area: Annotated[list[str] | None, _many("--area", "NAME", "Mutants of this area only.")] = None,
+    family: Annotated[list[str] | None, _many("--family", "NAME", "Mutants of this family only.")] = None,
+    seed: Annotated[list[int] | None, _many("--seed", "N", "Seed of a plan; 1, 2 and 3 if absent.")] = None,
+    cases: Annotated[int, typer.Option(min=1, metavar="N", help="Cases for each operation x variant.")] = 200,
+    budget: Annotated[str, typer.Option(metavar="DURATION", help="For one mutant under one seed.")] = "20s",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where power.md goes.")] = Path("out/power"),
+    score: Annotated[Path | None, typer.Option(metavar="FILE", help="The recorded score.")] = None,
+    record: Annotated[bool, typer.Option("--record", help="Record the score instead of comparing with it.")] = False,
+) -> int:
+    """Search for mutants that re-create historical bugs; fail if one escapes that the record says is caught."""
+    from conformance import power_run, power_score
+
+    settings = power_run.Settings(
+        areas=tuple(area or ()),
+        families=tuple(family or ()),
+        seeds=tuple(dict.fromkeys(seed or (1, 2, 3))),
+        cases=cases,
+        budget=_parsed("--budget", units.seconds, budget),
+        out=out,
+        score=score or power_score.DEFAULT,
+        record=record,
+    )
+    return power_run.run(settings, _wide_console())
 
 
 @app.command()
