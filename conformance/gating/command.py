@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +12,9 @@ from rich.console import Console
 from conformance.discover import UsageError
 from conformance.gating import expected as claims
 from conformance.gating import table
-from conformance.gating.model import ARCHITECTURES, LIBRARIES, Finding, numbers
+from conformance.gating.model import ARCHITECTURES, LIBRARIES, Finding, Gap, numbers
 from conformance.gating.observed import observe
-from conformance.gating.rules import findings
+from conformance.gating.rules import findings, without_subject
 
 AGREE, DISAGREE = 0, 1
 
@@ -47,7 +47,13 @@ def gating(settings: Settings, console: Console) -> int:
     parts = []
     for library in dict.fromkeys(settings.libraries or LIBRARIES):
         console.print(f"asking {library} ...", highlight=False)
-        parts.append(observe(library, sms, subjects=settings.subjects))
+        part = observe(library, sms, subjects=settings.subjects)
+        lost = without_subject(part, expected) if part.observations and not settings.subjects else ()
+        gaps = (
+            Gap(library=library, reason=f"{name}: claims speak of it, {library} {part.version} has none")
+            for name in lost
+        )
+        parts.append(replace(part, gaps=(*part.gaps, *gaps)))
     if settings.subjects and not any(part.observations or part.gaps for part in parts):
         raise UsageError(f"--subject {' '.join(settings.subjects)} names nothing")
     found = tuple(finding for part in parts for finding in findings(part, expected))

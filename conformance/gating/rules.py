@@ -58,7 +58,28 @@ def against_claims(observed: Observed, expected: Expected) -> Iterator[Finding]:
                 message = _code(item, row)
             if message:
                 wrong[item.subject, message, row.source][item.variant].append(item.sm)
+    offered: dict[str, set[str]] = defaultdict(set)
+    for item in observed.observations:
+        offered[item.subject].add(item.variant)
+    asked = {item.sm for item in observed.observations}
+    for row in expected.support:
+        if row.library != observed.library or row.subject not in offered or not holds(row.versions, observed.version):
+            continue
+        for variant in set(row.variants) - offered[row.subject]:
+            if row.admits & asked:
+                wrong[row.subject, "does not offer it on any architecture", row.source][variant] += row.admits & asked
     yield from _joined("expected", observed.library, wrong)
+
+
+def without_subject(observed: Observed, expected: Expected) -> list[str]:
+    """Subjects of claims about this version that the library does not have, or no longer under that name."""
+    subjects = {item.subject for item in observed.observations}
+    rows = (row for row in expected.support if row.library == observed.library)
+    return list(
+        dict.fromkeys(
+            row.subject for row in rows if holds(row.versions, observed.version) and row.subject not in subjects
+        )
+    )
 
 
 _CONTRARY = {"yes": "admits where the source says it refuses", "no": "refuses where the source says it admits"}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 CLAIMS = """[[support]]
 library = "flashinfer"
 subject = "R"
-variants = ["AxB", "CxD"]
+variants = ["AxB"]
 versions = ""
 admits = [100]
 refuses = [90]
@@ -112,13 +112,21 @@ def test_usage_errors_are_2_and_one_line(
     assert err.count("\n") == 1
 
 
+def test_a_claim_about_a_runner_that_is_gone_is_not_observed(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    other = CLAIMS + CLAIMS.replace('"R"', '"Gone"')
+    assert run(GOOD, claims=other) == 0
+    assert "not observed: flashinfer: Gone: claims speak of it, flashinfer 0.7.4 has none" in capfd.readouterr().out
+    assert run(GOOD, "--strict", claims=other) == 1
+    assert run(GOOD, "--strict", "--subject", "R", claims=other) == 0
+
+
 def test_a_subject_that_names_nothing_is_2(run: Run) -> None:
     assert run((), "--subject", "Nobody") == 2
 
 
 def test_the_csv_holds_every_answer_disagreements_first(run: Run, tmp_path: Path) -> None:
     rows = (*BAD, row(103, "yes"), row(110, "unknown", detail="requires a toolchain"), row(100, "no", "CxD"))
-    run(rows)
+    run(rows, claims=CLAIMS.replace('["AxB"]', '["AxB", "CxD"]'))
     with (tmp_path / "out" / "gating.csv").open(newline="") as file:
         found = [(line["status"], line["variant"], line["sm"], line["expected"]) for line in csv.DictReader(file)]
     assert found == [

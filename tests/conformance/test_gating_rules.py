@@ -64,6 +64,13 @@ def test_a_published_claim_is_held_against_what_all_gates_say(
     assert shown(library(row), claim({90}, {100})) == expected
 
 
+def test_a_format_that_a_runner_no_longer_offers_is_a_disagreement() -> None:
+    rows = library(seen(90, variant="CxD"), seen(100, variant="CxD"))
+    (finding,) = findings(rows, claim({100, 103}, {90}))
+    assert (finding.rule, finding.variants, finding.sms) == ("expected", ("AxB",), (100,))
+    assert shown(rows, claim(set(), {90})) == []
+
+
 def test_a_claim_holds_in_its_versions_only() -> None:
     rows = seen(107, "no", "no")
     assert shown(library(rows, version="0.7.2"), claim({107}, set(), ">=0.7.2"))
