@@ -11,7 +11,7 @@ The rule, stated for a group of ``products`` products that are taken together wi
    it starts at 0.
 
 Source: measured on an H200 (SM90) against cuBLASLt, DeepGEMM, Triton and CUTLASS-based kernels; see
-``docs/hopper.md``. Every step is exact in FP64: a term has at most 22 bits, sums stay below 2^53.
+``docs/results/h200-tensor-cores.md``. Every step is exact in FP64: a term has at most 22 bits, sums stay below 2^53.
 """
 
 from __future__ import annotations
