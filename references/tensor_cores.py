@@ -10,7 +10,7 @@ The rule, stated for a group of ``products`` products that are taken together wi
 4. The sum is truncated toward zero to ``significand_bits`` significant bits. That is the new running value;
    it starts at 0.
 
-Source: measured on an H200 (SM90) against cuBLASLt, DeepGEMM, Triton and CUTLASS-based kernels; see
+Source: measured on an H200 (SM90) with Triton's ``tl.dot`` (``benchmarks/hopper_check.py``); see
 ``docs/results/h200-tensor-cores.md``. Every step is exact in FP64: a term has at most 22 bits, sums stay below 2^53.
 """
 
