@@ -99,9 +99,7 @@ def test_f16_keeps_twenty_five_bits_below_the_largest_exponent_and_an_fp32_signi
     assert one([1.0, 2.0**-12], [1.0, 2.0**-11], "f16", HOPPER_F16) == 1.0 + 2.0**-23
 
 
-codes = st.sampled_from(
-    [0.0] + [s * (8 + m) * 2.0 ** (e - 3) for s in (1, -1) for m in range(8) for e in range(-6, 8)]
-)
+codes = st.sampled_from([0.0] + [s * (8 + m) * 2.0 ** (e - 3) for s in (1, -1) for m in range(8) for e in range(-6, 8)])
 subnormals = st.sampled_from([s * m * 2.0**-9 for s in (1, -1) for m in range(8)])
 
 
