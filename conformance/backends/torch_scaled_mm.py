@@ -22,6 +22,8 @@ CAPABILITIES = (9, 10)
 GPU_MULTIPLES = {"k": 16, "n": 16}
 """cuBLASLt asks for rows of 16 bytes."""
 
+GPU_MAX_K = 4096
+
 if not hasattr(torch, "_scaled_mm"):
     raise ImportError("torch has no _scaled_mm")
 
@@ -48,7 +50,9 @@ class ScaledMM:
         if (on_gpu and self._major not in CAPABILITIES) or (not on_gpu and self._fast):
             return []
         multiples = GPU_MULTIPLES if on_gpu else {}
-        return [Claim(operation="gemm", variant="fp8_per_tensor", source=SOURCE, multiples=multiples)]
+        # Longer sums may be split over K, which the declared accumulator does not do.
+        maxima = {"k": GPU_MAX_K} if on_gpu else {}
+        return [Claim(operation="gemm", variant="fp8_per_tensor", source=SOURCE, multiples=multiples, maxima=maxima)]
 
     def recipe(self, claim: Claim) -> Recipe:
         """13 bits on SM90. oneDNN multiplies in BF16 units on x86, which flush subnormal numbers."""
