@@ -40,6 +40,16 @@ class Finder:
         return spec
 
 
+def narrowed(path: list[str], packages: dict[str, str]) -> list[str]:
+    """The import path without the folder that our packages lie in, which an editable installation puts there.
+
+    Where that folder is the interpreter's own site-packages, it stays.
+    """
+    roots = {os.path.realpath(Path(place).parent) for place in packages.values()}
+    kept = ("site-packages", "dist-packages")
+    return [entry for entry in path if os.path.realpath(entry) not in roots or Path(entry).name in kept]
+
+
 def protect(parent: int) -> None:
     """Die with the parent, be the kernel's first choice when memory ends, leave traces but no core files."""
     with contextlib.suppress(OSError, AttributeError):
@@ -59,6 +69,7 @@ def main() -> None:
     sys.argv = sys.argv[:1]
     protect(config["parent"])
     os.set_inheritable(config["descriptor"], False)
+    sys.path[:] = narrowed(sys.path, config["packages"])
     sys.meta_path.insert(0, Finder({**config["roots"], **config["packages"]}))
     from conformance.worker import serve
 

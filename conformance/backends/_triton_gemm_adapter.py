@@ -38,14 +38,15 @@ NORMAL_VALUES = (
     "zeros",
 )
 LARGEST_INTERPRETED = 256
-"""Largest matrix side in the interpreter, where a block of a product takes some milliseconds."""
+"""Most rows and columns in the interpreter, where a block of a product takes some milliseconds."""
 
 
 def claims(max_size: int | None, capability: tuple[int, int] | None) -> Iterable[Claim]:
     """``deepseek_fp8`` and ``bf16``. capability: of the GPU, None for the interpreter."""
     if capability is not None and capability[0] not in KNOWN:
         return []
-    maxima = {} if max_size is None else dict.fromkeys(("m", "n", "k"), min(max_size, LARGEST_INTERPRETED))
+    side = LARGEST_INTERPRETED
+    maxima = {} if max_size is None else {"m": side, "n": side, "k": max_size}
     kernels: list[tuple[str, str, Mapping[str, tuple[str, ...]]]] = [
         ("deepseek_fp8", "fp8_gemm_kernel", {}),
         ("bf16", "bf16_gemm_kernel", {"values": NORMAL_VALUES}),

@@ -178,9 +178,10 @@ LISTING = """
 import importlib.util, json, sys
 sys.argv = ["boot"]
 sys.path.insert(0, sys.orig_argv[-1])
-from worker_boot import Finder
+from worker_boot import Finder, narrowed
 sys.path.pop(0)
 places = json.loads(sys.orig_argv[-2])
+sys.path[:] = narrowed(sys.path, places)
 sys.meta_path.insert(0, Finder(places))
 import fuzz.case, reports.record, conformance.messages, ours, ours.inner
 assert "conformance.worker" not in sys.modules
@@ -327,3 +328,13 @@ def test_a_claim_that_some_case_meets():
     assert claim_problem(CLAIM) is None
     narrow = {"where": {"dtype": ("bf16",), "k": ("64",)}, "multiples": {"k": 32}, "maxima": {"m": 7}}
     assert claim_problem(dataclasses.replace(CLAIM, **narrow)) is None
+
+
+def test_an_editable_installation_s_folder_leaves_the_path_and_site_packages_stays(tmp_path: Path):
+    from conformance.worker_boot import narrowed
+
+    site = str(tmp_path / "site-packages")
+    here = {"fuzz": str(tmp_path / "checkout/fuzz")}
+    installed = {"fuzz": f"{site}/fuzz"}
+    assert narrowed([str(tmp_path / "checkout"), site], here) == [site]
+    assert narrowed([site], installed) == [site]
