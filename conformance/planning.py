@@ -14,7 +14,7 @@ from fuzz.case import Case, CaseError
 from fuzz.grammar import GRAMMAR, Choice
 from references.backend import Claim
 
-DEFAULT_CASES = 64
+DEFAULT_CASES = 40
 """Cases drawn for each operation x variant."""
 HEAVY_CASES = {"moe": 32}
 """The same for operations whose cases each take the time of many."""
