@@ -103,6 +103,10 @@ class Target:
             reasons.append(reason)
         return "; ".join(dict.fromkeys(reasons)) or f"no claim for {case.operation} {case.variant}"
 
+    def covers(self, case: Case) -> bool:
+        """Whether some claim covers a case."""
+        return not isinstance(self.claimed(case), str)
+
     def key(self, case: Case) -> Key:
         """What identifies the case's records on this target."""
         return (case.text, self.description.backend, self.description.device, self.options_text)
@@ -112,7 +116,7 @@ class Target:
 
         Of the claimed cases in each group (operation x variant) the first are kept, at least one.
         """
-        claimed = [case for case in plan if not isinstance(self.claimed(case), str)]
+        claimed = [case for case in plan if self.covers(case)]
         left_out = set(claimed).difference(pace(claimed, self.description.pace))
         cases = [*self.ledger.witnesses(), *(case for case in plan if case not in left_out)]
         return list(dict.fromkeys(cases))
@@ -226,7 +230,8 @@ class Engine:
         """Execute the plan on every target. done: what a resumed run has already settled. Raises `HarnessError`."""
         shares = [target.share(plan) for target in self._targets]
         planned = sum(map(len, shares))
-        self._progress.start(planned)
+        todo = [(target, case) for target, share in zip(self._targets, shares, strict=True) for case in share]
+        self._progress.start(sum(target.key(case) not in done and target.covers(case) for target, case in todo))
         self._ends = math.inf if self.limits.budget is None else time.monotonic() + self.limits.budget
         drivers = [_Driver(self, target, share, done) for target, share in zip(self._targets, shares, strict=True)]
         threads = [Thread(target=self._guarded, args=(driver.drive,), daemon=True) for driver in drivers]
@@ -295,7 +300,8 @@ class Engine:
         self.journal.write(marked)
         with self._mutex:
             self._settled += 1
-        self._progress.advance(marked)
+        if any(record.verdict != "unsupported" for record in marked):
+            self._progress.advance(marked)
         if self.limits.fail_fast and any(record.failing and not record.ledger_id for record in marked):
             self.stop("fail-fast")
 
@@ -303,7 +309,6 @@ class Engine:
         """Count a case that an earlier run has settled."""
         with self._mutex:
             self._settled += 1
-        self._progress.advance([])
 
     def judge_later(self, target: Target, subject: Subject, claimed: Claimed, calls: _Calls) -> None:
         """Have the calls of a case judged and settled by the pool, when it gets to them."""

@@ -22,17 +22,17 @@ class Progress(Protocol):
     """What the engine tells of its progress; `advance` is called from several threads."""
 
     def start(self, total: int) -> None:
-        """total: (case, target) pairs to settle."""
+        """total: cases that targets are to be called on."""
 
     def advance(self, records: Sequence[Record]) -> None:
-        """One pair is settled with these records."""
+        """A target's calls on one case are judged, with these records."""
 
     def finish(self) -> None:
         """Nothing more will come."""
 
 
 class _Tally:
-    """How many cases, and what failed."""
+    """How many calls, and what failed."""
 
     def __init__(self) -> None:
         self.mutex = Lock()
@@ -78,7 +78,7 @@ class PlainProgress:
                 return
             self._last = time.monotonic()
             left = (tally.total - tally.done) / tally.rate
-            line = f"{tally.done}/{tally.total} cases, {tally.rate:.0f}/s, {left:.0f} s left, {tally.findings}"
+            line = f"{tally.done}/{tally.total} calls, {tally.rate:.0f}/s, {left:.0f} s left, {tally.findings}"
         self._console.print(line, highlight=False)
 
     def finish(self) -> None:
@@ -104,7 +104,7 @@ class BarProgress:
     def start(self, total: int) -> None:
         """See `Progress`."""
         self._tally.start(total)
-        self._task = self._bar.add_task("cases", total=total, rate="", findings="")
+        self._task = self._bar.add_task("calls", total=total, rate="", findings="")
         self._bar.start()
 
     def advance(self, records: Sequence[Record]) -> None:

@@ -167,7 +167,7 @@ class _Run:
         say(f"seed {self._settings.seed}, plan of {plan['cases']} cases (SHA-256 {plan['sha256'][:16]})")
         for target in self._targets:
             description, share = target.description, target.share(self._plan)
-            claimed = sum(not isinstance(target.claimed(case), str) for case in share)
+            claimed = sum(map(target.covers, share))
             say(f"{description.backend} {description.version} on {description.device}: {claimed} cases to run")
         for entry in self._description["ledger"]:
             issue = f" ({entry['issue']})" if entry["issue"] else ""

@@ -106,12 +106,13 @@ def execute(
     oracle: Callable[[], Any] = FakeOracle,
     done: frozenset[Any] = frozenset(),
     before: Callable[[Engine], None] = lambda engine: None,
+    progress: Silent | None = None,
     **limits: Any,
 ) -> tuple[list[Record], RunResult]:
     journal = Journal(tmp_path)
     settings = Limits(**limits)
     oracles = Oracles(oracle, settings.jobs, 1.0)
-    engine = Engine("r", targets, oracles, journal, settings, Silent())
+    engine = Engine("r", targets, oracles, journal, settings, progress or Silent())
     try:
         before(engine)
         result = engine.run(plan, done)
@@ -161,6 +162,17 @@ def test_what_is_not_claimed_is_recorded_and_never_called(tmp_path: Path) -> Non
         ("ceil", "unsupported", "n=4 is above 2"),
         ("floor", "unsupported", "no claim for ue8m0 floor"),
     }
+
+
+def test_progress_counts_the_calls_to_make_and_no_others(tmp_path: Path) -> None:
+    claims = [Claim(operation="ue8m0", variant="ceil", source="s", maxima={"n": 1})]
+    progress = Silent()
+    targets = [target("a"), target("b", claims=claims)]
+    done = frozenset([targets[0].key(PLAN[0]), targets[1].key(PLAN[0])])
+    execute(tmp_path, targets, done=done, progress=progress)
+    claimed = sum(case.variant == "ceil" and case.integer("n") == 1 for case in PLAN)
+    resumed = 1 + (PLAN[0].variant == "ceil" and PLAN[0].integer("n") == 1)
+    assert progress.total == progress.count == len(PLAN) + claimed - resumed
 
 
 def test_a_slow_backend_takes_the_first_share_of_each_group(tmp_path: Path) -> None:
