@@ -160,6 +160,8 @@ def _parts(subject: Subject, replies: Replies, judged: Sequence[JudgeReply], run
         number, worst = next((answer for answer in answers if answer[1]["verdict"] != "pass"), answers[0])
         verdict, message = worst["verdict"], worst.get("message") or ""
         fields = {**shared, **_measures(worst)}
+        if name in differing or name in moving:
+            fields |= {"output_sha256": "", "selection": ""}
         if number:
             message = f"call {number + 1} of the case: {message}"
         if name in differing and name not in moving:
@@ -182,11 +184,15 @@ def _measures(part: Mapping[str, Any]) -> dict[str, Any]:
     if headroom is not None:
         headroom = float(headroom)
         headroom = math.inf if math.isnan(headroom) else headroom
+    error = part.get("error")
     radii = {name: float(value) for name, value in (part.get("stage_radii") or {}).items()}
     return {
         "headroom": headroom,
         "worst_index": part.get("worst_index"),
         "bit_equal": part.get("bit_equal"),
+        "error": None if error is None else float(error),
+        "output_sha256": part.get("output_sha256") or "",
+        "selection": part.get("selection") or "",
         "stage_radii": {name: value for name, value in radii.items() if math.isfinite(value)},
     }
 

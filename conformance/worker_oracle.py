@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +47,12 @@ class Oracle:
         verdicts = []
         if not any(problem.part in specs for problem in problems):
             parts = {name: canonical(spec, outputs[name]).to(self._device) for name, spec in specs.items()}
-            verdicts = operation.judge(case, inputs, parts, Recipe.from_json(dict(recipe)))
+            verdicts = [
+                replace(verdict, output_sha256=sha256_of({verdict.part: parts[verdict.part]}))
+                if verdict.part in parts
+                else verdict
+                for verdict in operation.judge(case, inputs, parts, Recipe.from_json(dict(recipe)))
+            ]
         return asdict(JudgeReply(input_sha256=digest, parts=[asdict(verdict) for verdict in (*verdicts, *problems)]))
 
     def _inputs(self, case: Case) -> tuple[str, dict[str, Tensor]]:

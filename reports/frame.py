@@ -39,6 +39,8 @@ _TYPES = {
     "headroom": _FLOAT,
     "stage_radii": pa.map_(_TEXT, _FLOAT),
     "bit_equal": _FLOAT,
+    "error": _FLOAT,
+    "output_sha256": _TEXT,
     "worst_index": pa.list_(pa.int64()),
     "seconds": _FLOAT,
     "message": _TEXT,
@@ -96,7 +98,7 @@ def frame(records: Iterable[Record]) -> pd.DataFrame:
     """The records as a frame in the order of `order`; ``stage_radii`` are dicts, ``worst_index`` lists or None."""
     ordered = order(records)
     table = pd.DataFrame({name: list(map(attrgetter(name), ordered)) for name in COLUMNS}, columns=list(COLUMNS))
-    return table.astype({"headroom": "float64", "bit_equal": "float64", "seconds": "float64"})
+    return table.astype({"headroom": "float64", "bit_equal": "float64", "error": "float64", "seconds": "float64"})
 
 
 def write_parquet(path: Path, ordered: Sequence[Record]) -> None:

@@ -11,7 +11,9 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
+ADDED = {"error": None, "output_sha256": "", "selection": ""}
+"""Fields that records of schema 1 lack, with what they stand for there: not known."""
 
 PASSING = ("pass", "refused", "unsupported")
 FAILING = ("wrong", "crash", "hang", "oom", "error", "ungated", "flaky")
@@ -44,6 +46,10 @@ class Record:
     headroom: largest |out - centre| / radius over the elements: at most 1 passes; inf where the output has no distance
         (a NaN, say); None where nothing was judged.
     stage_radii: radius of the worst element by source. bit_equal: share of elements equal to the nominal answer.
+    error: root mean square of |out - exact| over the elements, in units of the output, or in codes where it is
+        made of codes; inf where an output that should be finite is not; None where the part has no distance.
+    output_sha256: hash of the answer in its canonical dtype; empty where none was judged or identical calls differ.
+    selection: of a router's ids, 8 hex digits a token that tell sets of experts apart; empty elsewhere.
     worst_index: coordinates of the worst element. seconds: of the backend's call.
     """
 
@@ -64,6 +70,9 @@ class Record:
     headroom: float | None = None
     stage_radii: dict[str, float] = field(default_factory=dict)
     bit_equal: float | None = None
+    error: float | None = None
+    output_sha256: str = ""
+    selection: str = ""
     worst_index: list[int] | None = None
     seconds: float = 0.0
     message: str = ""
@@ -85,27 +94,31 @@ class Record:
         return self.verdict in FAILING
 
     def to_line(self) -> str:
-        """One line of strict JSON without the newline; an infinite headroom is written as the string "inf"."""
+        """One line of strict JSON without the newline; infinity is written as the string "inf"."""
         data = asdict(self)
-        if self.headroom is not None and math.isinf(self.headroom):
-            data["headroom"] = "inf"
+        for name in ("headroom", "error"):
+            if data[name] is not None and math.isinf(data[name]):
+                data[name] = "inf"
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_line(cls, line: str) -> Record:
-        """The inverse of `to_line`. Raises `RecordError`."""
+        """The inverse of `to_line`; lines of schema 1 are read too. Raises `RecordError`."""
         try:
             data: Any = json.loads(line)
         except ValueError as error:
             raise RecordError(f"record: not JSON: {error}") from None
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        if not isinstance(data, dict) or data.get("schema") not in (1, SCHEMA):
             raise RecordError(f"record: not an object of schema {SCHEMA}")
+        if data["schema"] == 1:
+            data = {**ADDED, **data, "schema": SCHEMA}
         if set(data) != {item.name for item in fields(cls)}:
             raise RecordError("record: keys differ from the schema's")
         if data["verdict"] not in VERDICTS:
             raise RecordError(f"record: unknown verdict {data['verdict']!r}")
-        if data["headroom"] == "inf":
-            data["headroom"] = math.inf
+        for name in ("headroom", "error"):
+            if data[name] == "inf":
+                data[name] = math.inf
         return cls(**data)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.operations.base import OutputSpec, PartVerdict
-from conformance.operations.judging import classify, part_verdict, show_code, show_float
+from conformance.operations.judging import classify, distance, part_verdict, show_code, show_float
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.admissible import admissible_output, judge_interval
@@ -66,6 +66,7 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
             headroom=judgement.headroom,
             equal=(wide == interval.nominal) | (wide.isnan() & interval.nominal.isnan()),
             kinds=classify(interval.centre),
+            error=distance(wide, interval.centre),
             example=example,
         )
     ]

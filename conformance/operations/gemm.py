@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conformance.operations.base import OutputSpec, PartVerdict
-from conformance.operations.judging import classify, part_verdict, show_float
+from conformance.operations.judging import classify, distance, part_verdict, root_mean_square, show_float
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.gemm import Admissible, admissible_gemm, fp32_reference
@@ -123,6 +123,7 @@ def output_verdict(
     note = compared(wide[~skipped], rival[~skipped], interval.centre[~skipped])
     return replace(
         verdict,
+        error=root_mean_square(distance(wide[~skipped], interval.centre[~skipped])),
         bit_equal=float(counted.to(torch.float64).mean()) if counted.numel() else None,
         stage_radii={name: float(radius[worst]) for name, radius in found.radii.items()},
         message=f"{verdict.message}; {note}" if verdict.message else note,

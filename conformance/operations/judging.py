@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,12 +39,14 @@ def part_verdict(
     equal: Tensor,
     kinds: Tensor,
     classes: tuple[str, ...] = CLASSES,
+    error: Tensor | None = None,
     example: Callable[[tuple[int, ...]], dict[str, Any]],
 ) -> PartVerdict:
     """Fold element-wise facts into a verdict.
 
     inside, headroom, equal, kinds: tensors of the part's shape: admissible or not; |out - centre| / radius; equal to
         the nominal answer; class of the element's input, an index into ``classes`` (see `classify`).
+    error: FP64 |out - exact| of each element (see `distance`); None where there is none.
     example: describes the element at an index (``actual``, ``admissible``, ``input``).
     """
     bit_equal = float(equal.to(torch.float64).mean())
@@ -55,6 +58,7 @@ def part_verdict(
         "headroom": float(flat[worst]),
         "worst_index": list(worst_index),
         "bit_equal": bit_equal,
+        "error": None if error is None else root_mean_square(error),
     }
     if bool(inside.all()):
         return PartVerdict(verdict="pass", **common)
@@ -71,6 +75,20 @@ def part_verdict(
         f"first at {first['index']}: {first['actual']}, admissible {first['admissible']}, input {first['input']}"
     )
     return PartVerdict(verdict="wrong", message=message, classes=seen, examples=examples, **common)
+
+
+def distance(actual: Tensor, exact: Tensor) -> Tensor:
+    """FP64 |actual - exact|: inf where only ``exact`` is finite, 0 where it is not finite itself."""
+    apart = (actual.to(torch.float64) - exact.to(torch.float64)).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return torch.where(exact.isfinite(), apart, 0.0)
+
+
+def root_mean_square(values: Tensor) -> float:
+    """Of non-negative FP64 numbers; scaled by the largest, so that no square underflows or overflows."""
+    top = float(values.max()) if values.numel() else 0.0
+    if top == 0.0 or math.isinf(top):
+        return top
+    return top * math.sqrt(float(((values / top) ** 2).mean()))
 
 
 def _unravel(position: int, shape: torch.Size) -> tuple[int, ...]:
@@ -137,8 +155,16 @@ def codes_verdict(
         equal=actual.to(torch.int32) == codes.nominal.to(torch.int32),
         kinds=kinds,
         classes=classes,
+        error=_steps(actual, codes),
         example=example,
     )
+
+
+def _steps(actual: Tensor, codes: Codes) -> Tensor:
+    """Distance in codes from the nominal answer; inf where only one of both is NaN."""
+    found, nominal = actual.to(torch.int64), codes.nominal.to(torch.int64)
+    apart = (found - nominal).abs().to(torch.float64)
+    return apart.masked_fill((found == codes.nan) != (nominal == codes.nan), torch.inf)
 
 
 def payload_verdict(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conformance.operations.base import OutputSpec, PartVerdict
-from conformance.operations.judging import classify, part_verdict, show_float
+from conformance.operations.judging import classify, distance, part_verdict, show_float
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.judging import judge_interval
@@ -83,6 +83,7 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
         headroom=judgement.headroom,
         equal=wide == interval.nominal,
         kinds=classify(interval.centre),
+        error=distance(wide, interval.centre),
         example=example,
     )
     worst = tuple(verdict.worst_index or (0, 0))

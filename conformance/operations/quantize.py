@@ -12,6 +12,7 @@ from conformance.operations.judging import (
     block_text,
     classify,
     codes_verdict,
+    distance,
     part_verdict,
     payload_verdict,
     show_code,
@@ -117,6 +118,7 @@ def scales_verdict(actual: Tensor, admissible: Codes | Interval, kind: Scheme, x
             headroom=judgement.headroom,
             equal=actual.to(torch.float64) == admissible.nominal,
             kinds=kinds,
+            error=distance(actual, admissible.centre),
             example=lambda index: {
                 "actual": show_float(float(actual[index])),
                 "admissible": show_float(float(lo[index]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conformance.operations.base import OutputSpec, PartVerdict
-from conformance.operations.judging import CLASSES, classify, part_verdict, show_float
+from conformance.operations.judging import CLASSES, classify, distance, part_verdict, show_float
 from conformance.operations.routing_tokens import KINDS, example_of, kinds_of
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
@@ -80,7 +80,8 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     shown = selection if selection.verdict != "pass" else verdict
     message = f"{shown.part}: {shown.message}" if shown.message else ""
     headroom = max(selection.headroom or 0.0, verdict.headroom or 0.0)
-    return [replace(shown, part="packed", message=message, headroom=headroom, bit_equal=verdict.bit_equal)]
+    whole = replace(shown, part="packed", message=message, headroom=headroom, bit_equal=verdict.bit_equal)
+    return [replace(whole, error=verdict.error, selection=selection.selection)]
 
 
 def selection_verdict(
@@ -103,7 +104,7 @@ def selection_verdict(
         classes=KINDS,
         example=lambda index: example_of(index[0], ids, expected, found, logits, bias, router, recipe),
     )
-    return replace(verdict, stage_radii=_at_worst(found.stage_radii, verdict))
+    return replace(verdict, stage_radii=_at_worst(found.stage_radii, verdict), selection=fingerprints(ids))
 
 
 def weights_verdict(
@@ -133,9 +134,18 @@ def weights_verdict(
         equal=(weights.to(torch.float64) == found.nominal) | found.free,
         kinds=kinds,
         classes=(*CLASSES, "shared"),
+        error=distance(weights, found.nominal).masked_fill(found.free, 0.0),
         example=example,
     )
     return replace(verdict, stage_radii=_at_worst(found.stage_radii, verdict))
+
+
+def fingerprints(ids: Tensor) -> str:
+    """8 hex digits for each token's set of ids `[tokens, topk + shared]`: a polynomial of the sorted ids mod 2^32."""
+    hashed = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+    for column in ids.to(torch.int64).sort(1).values.unbind(1):
+        hashed = (hashed * 1_000_003 + column + 2) % 2**32
+    return "".join(f"{value:08x}" for value in hashed.tolist())
 
 
 def _at_worst(radii: Mapping[str, Tensor], verdict: PartVerdict) -> dict[str, float]:
