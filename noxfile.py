@@ -60,6 +60,12 @@ def suite(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def fuzz(session: nox.Session) -> None:
+    """Search with ever new cases for five minutes (--budget), towards the edge of what is admissible."""
+    python(session, "-m", "conformance", "fuzz", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
 def repro(session: nox.Session) -> None:
     """Show one case again: nox -s repro -- '<case>' --backend NAME."""
     python(session, "-m", "conformance", "repro", *session.posargs)

@@ -14,13 +14,12 @@ from typing import Any
 
 from conformance.engine import BackendWorker, Engine, Limits, Oracles, OracleWorker, Target
 from conformance.journal import Key
+from conformance.kept_worker import KeptWorker, Silent
 from conformance.launch import BackendSource
 from conformance.ledger import Ledger, load
-from conformance.messages import CallReply
 from conformance.plugin_checks import Check, checks
 from conformance.process_replies import descriptions
 from conformance.targets import Fleet
-from conformance.verdicts import DEATHS
 from fuzz.case import Case
 from reports.record import Record
 
@@ -110,7 +109,7 @@ class Bench:
         self.blueprint = blueprint
         self._limits = replace(blueprint.limits, jobs=1)
         self._oracles = Oracles(oracle, 1, self._limits.judge_deadline)
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._kept: dict[tuple[str, str], KeptWorker] = {}
 
     def run(self, check: Check, sink: Sink) -> list[Record]:
         """Run all cases of a check and return their records.
@@ -120,7 +119,7 @@ class Bench:
         """
         target = check.target
         name = (target.description.backend, target.description.device)
-        kept = self._kept.setdefault(name, _Kept(target.start))
+        kept = self._kept.setdefault(name, KeptWorker(target.start))
         # The check's cases are its target's share already, witnesses and pace included.
         alone = replace(
             target,
@@ -130,7 +129,7 @@ class Bench:
             ledger=Ledger(),
         )
         book = _Book(target.ledger, sink)
-        result = Engine(self.blueprint.run, [alone], self._oracles, book, self._limits, _Silent()).run(check.cases)
+        result = Engine(self.blueprint.run, [alone], self._oracles, book, self._limits, Silent()).run(check.cases)
         if result.stopped == "interrupted":
             raise KeyboardInterrupt
         return book.records
@@ -162,52 +161,3 @@ class _Book:
         with self._mutex:
             self.records += marked
             self._sink(marked)
-
-
-class _Silent:
-    """pytest shows the progress."""
-
-    def start(self, total: int) -> None:
-        pass
-
-    def advance(self, records: Sequence[Record]) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _Kept:
-    """A worker that outlives the engine that uses it, unless it died or has to be killed in the middle of a call."""
-
-    def __init__(self, start: Callable[[], BackendWorker]) -> None:
-        self._start = start
-        self._worker: BackendWorker | None = None
-        self._spent = False
-        self._seen: set[str] = set()
-
-    def take(self) -> BackendWorker:
-        if self._worker is None:
-            self._worker, self._spent, self._seen = self._start(), False, set()
-        return self
-
-    def before(self) -> int:
-        """Cases that the worker has run."""
-        return len(self._seen)
-
-    def call(self, case: str, backend: str, options: Mapping[str, str], deadline: float) -> CallReply:
-        assert self._worker is not None
-        self._spent = True
-        self._seen.add(case)
-        reply = self._worker.call(case, backend, options, deadline)
-        self._spent = reply.status in DEATHS
-        return reply
-
-    def close(self) -> None:
-        if self._spent:
-            self.end()
-
-    def end(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()

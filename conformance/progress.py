@@ -21,8 +21,8 @@ INTERVAL = 10.0
 class Progress(Protocol):
     """What the engine tells of its progress; `advance` is called from several threads."""
 
-    def start(self, total: int) -> None:
-        """total: cases that targets are to be called on."""
+    def start(self, total: int | None) -> None:
+        """total: cases that targets are to be called on; None where nobody knows."""
 
     def advance(self, records: Sequence[Record]) -> None:
         """A target's calls on one case are judged, with these records."""
@@ -36,10 +36,11 @@ class _Tally:
 
     def __init__(self) -> None:
         self.mutex = Lock()
-        self.done, self.total, self.began = 0, 0, time.monotonic()
+        self.done, self.began = 0, time.monotonic()
+        self.total: int | None = None
         self.failing: Counter[str] = Counter()
 
-    def start(self, total: int) -> None:
+    def start(self, total: int | None) -> None:
         self.total, self.began = total, time.monotonic()
 
     def add(self, records: Sequence[Record]) -> None:
@@ -65,7 +66,7 @@ class PlainProgress:
         self._console, self._interval = console, interval
         self._tally, self._last = _Tally(), time.monotonic()
 
-    def start(self, total: int) -> None:
+    def start(self, total: int | None) -> None:
         """See `Progress`."""
         self._tally.start(total)
 
@@ -77,8 +78,9 @@ class PlainProgress:
             if time.monotonic() - self._last < self._interval:
                 return
             self._last = time.monotonic()
-            left = (tally.total - tally.done) / tally.rate
-            line = f"{tally.done}/{tally.total} calls, {tally.rate:.0f}/s, {left:.0f} s left, {tally.findings}"
+            of = "" if tally.total is None else f"/{tally.total}"
+            left = "" if tally.total is None else f", {(tally.total - tally.done) / tally.rate:.0f} s left"
+            line = f"{tally.done}{of} calls, {tally.rate:.0f}/s{left}, {tally.findings}"
         self._console.print(line, highlight=False)
 
     def finish(self) -> None:
@@ -101,7 +103,7 @@ class BarProgress:
         )
         self._task: TaskID | None = None
 
-    def start(self, total: int) -> None:
+    def start(self, total: int | None) -> None:
         """See `Progress`."""
         self._tally.start(total)
         self._task = self._bar.add_task("calls", total=total, rate="", findings="")
