@@ -1,4 +1,4 @@
-"""The command line: ``python -m conformance run | repro | gating | backends | power | report``.
+"""The command line: ``python -m conformance run | fuzz | repro | gating | backends | power | report``.
 
 Exit codes: 0 conformant; 1 non-conformant; 2 a usage error, nothing executed included; 3 the harness itself failed; 130
 interrupted by Ctrl-C or SIGTERM (files are written and marked incomplete). Every bad input is one line on stderr that
@@ -8,6 +8,7 @@ starts with ``conformance: ``.
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 import tempfile
@@ -76,6 +77,9 @@ def run(
     memory_limit: Memory = MEMORY_LIMIT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     order: Annotated[str, typer.Option(metavar="plan|reversed", help="Order of the cases.")] = "plan",
+    sweep: Annotated[
+        str, typer.Option(metavar="all|none|KEY=WORD,...", help="Call options to run some cases under again.")
+    ] = "all",
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first unexplained failure.")] = False,
 ) -> int:
     """Run every operation against every backend at hand and write the reports."""
@@ -105,10 +109,54 @@ def run(
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
         resume=resume,
         reverse=order == "reversed",
+        sweep=sweep,
         limits=limits,
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
     )
     return runs.run(settings, Ledger() if no_ledger else ledgers.load(ledger), Console())
+
+
+@app.command()
+def fuzz(
+    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Fuzz this backend only.")] = None,
+    operation: Annotated[list[str] | None, _many("--operation", "NAME", "Fuzz this operation only.")] = None,
+    variant: Annotated[list[str] | None, _many("--format", "NAME", "Fuzz this format, policy or layout only.")] = None,
+    device: Devices = None,
+    profile: Annotated[str, typer.Option(metavar="ci|dev|nightly", help="Length of a turn, size of a case.")] = "dev",
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, metavar="N", help="New each time if absent.")
+    ] = None,
+    budget: Annotated[str, typer.Option(metavar="DURATION", help="Stop after this time.")] = "5m",
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers at a time; all CPUs if absent.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/fuzz"),
+    plugin: Plugins = None,
+    ledger: LedgerFile = ledgers.DEFAULT,
+    no_ledger: NoLedger = False,
+    deadline: Deadline = DEADLINE,
+    memory_limit: Memory = MEMORY_LIMIT,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first unexplained failure.")] = False,
+) -> int:
+    """Search for failures with ever new cases, towards the edge of what is admissible, and write the reports."""
+    from conformance import fuzzing
+
+    settings = Settings(
+        backends=tuple(backend or ()),
+        operations=tuple(operation or ()),
+        formats=tuple(variant or ()),
+        devices=tuple(device or ()),
+        seed=secrets.randbits(32) if seed is None else seed,
+        out=out,
+        plugins=tuple(plugin or ()),
+        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        limits=Limits(
+            jobs=jobs or _cpus(),
+            deadline=_parsed("--deadline", units.seconds, deadline),
+            budget=_parsed("--budget", units.seconds, budget),
+            fail_fast=fail_fast,
+        ),
+        command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
+    )
+    return fuzzing.fuzz(settings, profile, Ledger() if no_ledger else ledgers.load(ledger), Console())
 
 
 @app.command()

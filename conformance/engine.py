@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from queue import SimpleQueue
 from threading import BoundedSemaphore, Event, Lock, Thread
@@ -30,6 +30,11 @@ from fuzz.case import Case
 from fuzz.plan import pace
 from references.backend import Claim
 from reports.record import Record
+
+SWEPT_SHARE = 0.25
+"""Share of a backend's cases that is run again under each of its call options."""
+MAX_BEYOND = 24
+"""Calls beyond the claims of one target on one operation x variant."""
 
 
 class HarnessError(Exception):
@@ -71,13 +76,15 @@ class Target:
     """A backend on a device.
 
     start: a worker, new unless ``before`` says how many cases it has run. options: call options, which are part of a
-    record's identity. ledger: the entries that apply.
+    record's identity. swept: a target of ``conformance.sweeps``, run on some of the cases whose claim lists its option.
+    ledger: the entries that apply.
     """
 
     description: Description
     start: Callable[[], BackendWorker]
     before: Callable[[], int] = lambda: 0
     options: Mapping[str, str] = field(default_factory=dict)
+    swept: bool = False
     ledger: Ledger = field(default_factory=Ledger)
 
     @cached_property
@@ -87,6 +94,11 @@ class Target:
             claim = Claim.from_json(claimed.claim)
             claims.setdefault((claim.operation, claim.variant), []).append((claim, claimed))
         return claims
+
+    @property
+    def groups(self) -> dict[tuple[str, str], list[Claim]]:
+        """(operation, variant) -> the claims on it."""
+        return {group: [claim for claim, _ in claims] for group, claims in self._claims.items()}
 
     @property
     def options_text(self) -> str:
@@ -107,6 +119,17 @@ class Target:
         """Whether some claim covers a case."""
         return not isinstance(self.claimed(case), str)
 
+    def beyond(self, case: Case) -> Claimed | None:
+        """The first claim that a case oversteps in nothing but limits that the library promises to enforce."""
+        claims = self._claims.get((case.operation, case.variant), [])
+        return next((claimed for claim, claimed in claims if claim.dares(case)), None)
+
+    def _offers(self, case: Case) -> bool:
+        """Whether the claim that covers a case lists this target's options."""
+        claimed = self.claimed(case)
+        listed = {} if isinstance(claimed, str) else claimed.claim.get("options", {})
+        return not isinstance(claimed, str) and all(word in listed.get(key, ()) for key, word in self.options.items())
+
     def key(self, case: Case) -> Key:
         """What identifies the case's records on this target."""
         return (case.text, self.description.backend, self.description.device, self.options_text)
@@ -116,6 +139,9 @@ class Target:
 
         Of the claimed cases in each group (operation x variant) the first are kept, at least one.
         """
+        if self.swept:
+            offered = [case for case in plan if self._offers(case)]
+            return list(dict.fromkeys(pace(offered, SWEPT_SHARE * self.description.pace)))
         claimed = [case for case in plan if self.covers(case)]
         left_out = set(claimed).difference(pace(claimed, self.description.pace))
         cases = [*self.ledger.witnesses(), *(case for case in plan if case not in left_out)]
@@ -233,7 +259,11 @@ class Engine:
         todo = [(target, case) for target, share in zip(self._targets, shares, strict=True) for case in share]
         self._progress.start(sum(target.key(case) not in done and target.covers(case) for target, case in todo))
         self._ends = math.inf if self.limits.budget is None else time.monotonic() + self.limits.budget
-        drivers = [_Driver(self, target, share, done) for target, share in zip(self._targets, shares, strict=True)]
+        work: dict[tuple[str, str], list[tuple[Target, Sequence[Case]]]] = {}
+        for target, share in zip(self._targets, shares, strict=True):
+            name = target.description.backend, target.description.device
+            work.setdefault(name, []).append((target, share))
+        drivers = [_Driver(self, mine, done) for mine in work.values()]
         threads = [Thread(target=self._guarded, args=(driver.drive,), daemon=True) for driver in drivers]
         try:
             for thread in threads:
@@ -260,6 +290,7 @@ class Engine:
         left_out = {
             (target.description.backend, target.description.device): len(set(plan) - set(share))
             for target, share in zip(self._targets, shares, strict=True)
+            if not target.swept
         }
         return RunResult(
             planned=planned,
@@ -332,32 +363,41 @@ class Engine:
             alone=calls.alone,
             before=calls.before,
         )
+        if calls.beyond:
+            records = verdicts.beyond_claims(records, calls.beyond)
         self.settle(target, records)
 
 
 @dataclass(frozen=True)
 class _Calls:
+    """beyond: why no claim covers the case, empty where one does."""
+
     replies: Replies
     alone: Replies
     before: int
+    beyond: str = ""
 
 
 class _Driver:
-    """Drives the worker of one target through its share of the plan."""
+    """Drives one worker through the shares of a backend's targets on a device, one target after another."""
 
-    def __init__(self, engine: Engine, target: Target, share: Sequence[Case], done: frozenset[Key]) -> None:
-        self._engine, self._target, self._share, self._done = engine, target, share, done
+    def __init__(self, engine: Engine, work: Sequence[tuple[Target, Sequence[Case]]], done: frozenset[Key]) -> None:
+        self._engine, self._work, self._done = engine, work, done
+        self._target = work[0][0]
         self._worker: BackendWorker | None = None
         self._before = 0
         self._deaths: Counter[tuple[str, str]] = Counter()
+        self._dared: Counter[tuple[str, str]] = Counter()
 
     def drive(self) -> None:
         """Settle one case after the other until the engine stops."""
         try:
-            for case in self._share:
-                if self._engine.stopping():
-                    return
-                self._case(case)
+            for target, share in self._work:
+                self._target = target
+                for case in share:
+                    if self._engine.stopping():
+                        return
+                    self._case(case)
         finally:
             self.close()
 
@@ -373,8 +413,12 @@ class _Driver:
             engine.resume()
             return
         claimed = target.claimed(case)
-        subject = self._subject(case, claimed)
         group = (case.operation, case.variant)
+        dared = target.beyond(case) if isinstance(claimed, str) and self._dared[group] < MAX_BEYOND else None
+        reason = claimed if isinstance(claimed, str) and dared is not None else ""
+        claimed = dared or claimed
+        self._dared[group] += dared is not None
+        subject = self._subject(case, claimed)
         if isinstance(claimed, str):
             engine.settle(target, [verdicts.unsupported(subject, claimed)])
         elif self._deaths[group] >= verdicts.MAX_DEATHS:
@@ -387,7 +431,7 @@ class _Driver:
                 calls = self._call(case)
             self._deaths[group] += verdicts.died(calls.replies)
             if not engine.interrupted:
-                engine.judge_later(target, subject, claimed, calls)
+                engine.judge_later(target, subject, claimed, replace(calls, beyond=reason))
 
     def _call(self, case: Case) -> _Calls:
         before = self._before

@@ -73,6 +73,8 @@ def repro(request: Request, ledger: Ledger, console: Console) -> int:
         )
         claimed = target.claimed(case)
         if isinstance(claimed, str):
+            claimed = target.beyond(case) or claimed
+        if isinstance(claimed, str):
             raise UsageError(f"{request.backend} on {request.device} does not claim this case: {claimed}")
         return _Repro(request, case, target, claimed, fleet.oracle(), found.start(), console).show()
     except WorkerFailed as error:
@@ -144,6 +146,9 @@ class _Repro:
         )
         strict = bool(self._claimed.recipe.get("run_to_run", True))
         records = verdicts.decide(subject, replies, judged, run_to_run=strict, alone=alone)
+        reason = self._target.claimed(self._case)
+        if isinstance(reason, str):
+            records = verdicts.beyond_claims(records, reason)
         for record in map(self._target.ledger.marked, records):
             self._show(record, judged)
         return any(record.failing for record in records)

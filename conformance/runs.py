@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance import journal, planning
+from conformance import journal, planning, sweeps
 from conformance.discover import UsageError
 from conformance.engine import Engine, HarnessError, Limits, Oracles, RunResult, Target
 from conformance.journal import Journal, OutDirectory
 from conformance.ledger import Entry, Ledger
 from conformance.messages import Description
-from conformance.progress import progress_on
+from conformance.progress import Progress, progress_on
 from conformance.targets import Fleet, Survey
 from fuzz import plan as plans
 from fuzz.case import Case
@@ -51,6 +51,7 @@ class Settings:
     memory_limit: int | None = None
     resume: bool = False
     reverse: bool = False
+    sweep: str = sweeps.ALL
     limits: Limits = field(default_factory=Limits)
     command: str = ""
 
@@ -62,7 +63,8 @@ def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     fleet = Fleet(settings.plugins, settings.out / journal.LOGS, settings.memory_limit)
     try:
         plan, targets, survey = prepare(settings, asked, ledger, fleet)
-        return _Run(settings, plan, targets, survey, out, console).execute(fleet.oracle)
+        targets = [*targets, *sweeps.swept_targets(targets, settings.sweep)]
+        return Run(settings, plan, targets, survey, out, console).execute(fleet.oracle)
     finally:
         fleet.close()
         out.close()
@@ -109,7 +111,13 @@ def _check_something_runs(plan: Sequence[Case], targets: Sequence[Target], surve
     raise UsageError(f"no case to execute: {reasons[0] if reasons else 'there is no backend'}")
 
 
-class _Run:
+Drive = Callable[[str, Oracles, Journal, Progress], RunResult]
+"""Runs cases of its own choice, given the run's id; what they gave is in the journal afterwards."""
+
+
+class Run:
+    """The files and the words of one run; `execute` runs its plan, another driver may stand in for that."""
+
     def __init__(
         self,
         settings: Settings,
@@ -123,22 +131,30 @@ class _Run:
         self._out, self._console = out, console
         self._description = describe_run(settings, plan, targets, survey)
 
-    def execute(self, start_oracle: Any) -> int:
-        """See `run`."""
+    def execute(self, start_oracle: Any, drive: Drive | None = None) -> int:
+        """See `run`.
+
+        start_oracle: a worker that judges. drive: what to do in place of the plan.
+        """
         settings, out = self._settings, self._out.path
         kept = self._kept() if settings.resume else []
         self._out.clear(self._description, resume=settings.resume)
         plans.write_plan(out / journal.PLAN, self._plan)
-        self._say_first()
+        self._say_first(planned=drive is None)
         book = Journal(out, kept)
         oracles = Oracles(start_oracle, settings.limits.jobs, settings.limits.judge_deadline)
-        engine = Engine(
-            self._description["run"], self._targets, oracles, book, settings.limits, progress_on(self._console)
-        )
+        name, progress = self._description["run"], progress_on(self._console)
         order = self._plan[::-1] if settings.reverse else self._plan
         try:
             with _terminable():
-                result = engine.run(order, frozenset(map(journal.key_of, kept)))
+                if drive is None:
+                    engine = Engine(name, self._targets, oracles, book, settings.limits, progress)
+                    result = engine.run(order, frozenset(map(journal.key_of, kept)))
+                else:
+                    result = drive(name, oracles, book, progress)
+                    self._plan = list(dict.fromkeys(Case.parse(record.case) for record in book.records))
+                    plans.write_plan(out / journal.PLAN, self._plan)
+                    self._description["plan"] = described_plan(self._plan)
         except HarnessError:
             journal.write_run(out, {**self._description, "exit_code": HARNESS, "ended": _now()})
             raise
@@ -161,14 +177,18 @@ class _Run:
         whole = records if earlier["complete"] else journal.whole_cases(records)
         return [ledgers[record.backend, record.device].marked(replace(record, ledger_id="")) for record in whole]
 
-    def _say_first(self) -> None:
+    def _say_first(self, planned: bool) -> None:
         plan = self._description["plan"]
         say = self._say
-        say(f"seed {self._settings.seed}, plan of {plan['cases']} cases (SHA-256 {plan['sha256'][:16]})")
+        what = (
+            f"plan of {plan['cases']} cases (SHA-256 {plan['sha256'][:16]})" if planned else "no plan, cases as drawn"
+        )
+        say(f"seed {self._settings.seed}, {what}")
         for target in self._targets:
-            description, share = target.description, target.share(self._plan)
-            claimed = sum(map(target.covers, share))
-            say(f"{description.backend} {description.version} on {description.device}: {claimed} cases to run")
+            description, option = target.description, f" with {target.options_text}" * target.swept
+            count = sum(map(target.covers, target.share(self._plan)))
+            work = f"{count} cases to run" if planned else f"{len(target.groups)} operations x variants claimed"
+            say(f"{description.backend} {description.version} on {description.device}{option}: {work}")
         for entry in self._description["ledger"]:
             issue = f" ({entry['issue']})" if entry["issue"] else ""
             say(f"known to fail: {entry['id']}: {entry['backend']}: {entry['reason']}{issue}")
@@ -227,6 +247,8 @@ def concluded(
 def _problems(targets: Sequence[Target], records: Sequence[Record], result: RunResult) -> list[str]:
     lines: list[str] = []
     for target in targets:
+        if target.swept:
+            continue
         description = target.description
         mine = [item for item in records if (item.backend, item.device) == (description.backend, description.device)]
         reached = {item.case for item in mine}
@@ -261,7 +283,7 @@ def failure_lines(records: Iterable[Record], plugins: tuple[str, ...]) -> Iterat
 def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> dict[str, Any]:
     """The contents of run.json before the run: not complete."""
     entries: dict[str, Entry] = {entry.id: entry for target in targets for entry in target.ledger.entries}
-    descriptions = [target.description for target in targets]
+    descriptions = [target.description for target in targets if not target.swept]
     libraries: dict[str, set[str]] = {}
     for description in descriptions:
         for name, number in description.libraries.items():
@@ -271,7 +293,7 @@ def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Tar
         "run": f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}",
         "command": settings.command,
         "seed": settings.seed,
-        "plan": {"cases": len(plan), "sha256": planning.digest(plan)},
+        "plan": described_plan(plan),
         "started": _now(),
         "ended": "",
         "complete": False,
@@ -280,6 +302,7 @@ def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Tar
         "plugins": list(settings.plugins),
         "jobs": settings.limits.jobs,
         "deadline": settings.limits.deadline,
+        "sweep": settings.sweep,
         "budget": settings.limits.budget,
         "version": _version("blockscale-conformance"),
         "git_commit": git_commit(),
@@ -293,6 +316,11 @@ def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Tar
         "not_run": [vars(item) for item in survey.absent],
         "ledger": [{**entry.to_json(), "witness_verdict": ""} for entry in entries.values()],
     }
+
+
+def described_plan(plan: Sequence[Case]) -> dict[str, Any]:
+    """The entry of run.json that tells one plan from another."""
+    return {"cases": len(plan), "sha256": planning.digest(plan)}
 
 
 def _backend(description: Description) -> dict[str, Any]:

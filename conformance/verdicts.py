@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.messages import CallReply, JudgeReply, Wire
@@ -56,6 +56,10 @@ def call_sequence(call: Callable[[str], CallReply]) -> Replies:
         if replies[-1].status != "ok" or (len(replies) == 2 and not differing_parts(*replies)):
             break
     return tuple(replies)
+
+
+OVERRUN = "wrote outside the buffer"
+"""What the message of an error holds where a call has damaged memory."""
 
 
 def died(replies: Replies) -> bool:
@@ -128,6 +132,23 @@ def decide(
     if any(reply.inputs_changed for reply in counted):
         records.append(_call(subject, "wrong", "wrote its inputs", counted))
     return records + _parts(subject, counted, judged, run_to_run)
+
+
+def beyond_claims(records: Sequence[Record], reason: str) -> list[Record]:
+    """What the records of a call mean that no claim covers, but which the library promises to refuse.
+
+    reason: why no claim covers it. Any exception is a refusal; what is wrong or moves is ``ungated``; a right answer is
+    one, and a death stays what it is.
+    """
+    found = []
+    for record in records:
+        verdict, message = record.verdict, record.message
+        if verdict in ("wrong", "flaky") or OVERRUN in message:
+            verdict = "ungated"
+        elif verdict == "error":
+            verdict, message = "refused", message.removeprefix("refused a claimed call: ")
+        found.append(replace(record, verdict=verdict, message=f"beyond the claims ({reason}): {message or verdict}"))
+    return found
 
 
 def _call(subject: Subject, verdict: str, message: str, replies: Replies) -> Record:

@@ -73,6 +73,7 @@ class Buffers:
 
     def __init__(self, specs: Mapping[str, OutputSpec], device: str, poison: str) -> None:
         self._around: dict[str, Tensor] = {}
+        self._poison = POISONS[poison]
         self.out: dict[str, Tensor] = {}
         for name, spec in specs.items():
             inner = spec.dtype.itemsize
@@ -82,6 +83,11 @@ class Buffers:
             whole[GUARD : GUARD + inner] = POISONS[poison]
             self._around[name] = whole
             self.out[name] = whole[GUARD : GUARD + inner].view(spec.dtype).view(spec.shape)
+
+    def poison_again(self) -> None:
+        """Overwrite whatever a call has left in the buffers."""
+        for whole in self._around.values():
+            whole[GUARD:-GUARD] = self._poison
 
     def overrun(self) -> str | None:
         """Which buffer was written beside, in a few words; None if none was."""

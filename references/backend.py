@@ -6,7 +6,7 @@ It lives beside the references because a backend module may import only torch, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -49,6 +49,10 @@ class Claim:
     where: parameter -> the values supported; a parameter that is absent here may take any value.
     multiples: parameter -> every supported value is a multiple of this.
     maxima: parameter -> the largest supported value.
+    options: call option -> the words under which the answer has to be the same, each swept beside the plain call; see
+        docs/operations.md for those that the harness itself carries out (``stream``, ``graph``, ``inputs``).
+    enforced: parameters of ``where``, ``multiples`` and ``maxima`` whose limits the library promises to enforce: a call
+        beyond them has to end in an exception, and is made.
     source: where the library says so.
     """
 
@@ -58,21 +62,33 @@ class Claim:
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     multiples: Mapping[str, int] = field(default_factory=dict)
     maxima: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    enforced: tuple[str, ...] = ()
 
     def refusal(self, case: CaseLike) -> str | None:
         """Why this claim does not cover the case, in a few words; None if it does."""
         if (case.operation, case.variant) != (self.operation, self.variant):
             return f"claims {self.operation} {self.variant} only"
+        return next((reason for _, reason in self._overstepped(case)), None)
+
+    def dares(self, case: CaseLike) -> bool:
+        """Whether the case oversteps this claim in nothing but limits that the library promises to enforce."""
+        if (case.operation, case.variant) != (self.operation, self.variant):
+            return False
+        keys = {key for key, _ in self._overstepped(case)}
+        return bool(keys) and keys <= set(self.enforced)
+
+    def _overstepped(self, case: CaseLike) -> Iterator[tuple[str, str]]:
+        """(parameter, reason) for every limit that a case of the claim's operation and variant oversteps."""
         for key, values in self.where.items():
             if case[key] not in values:
-                return f"{key}={case[key]} is none of {', '.join(values)}"
+                yield key, f"{key}={case[key]} is none of {', '.join(values)}"
         for key, multiple in self.multiples.items():
             if case.integer(key) % multiple:
-                return f"{key}={case[key]} is no multiple of {multiple}"
+                yield key, f"{key}={case[key]} is no multiple of {multiple}"
         for key, maximum in self.maxima.items():
             if case.integer(key) > maximum:
-                return f"{key}={case[key]} is above {maximum}"
-        return None
+                yield key, f"{key}={case[key]} is above {maximum}"
 
     def text(self) -> str:
         """The claim in one line, for tables."""
@@ -90,13 +106,16 @@ class Claim:
             "where": {key: list(values) for key, values in self.where.items()},
             "multiples": dict(self.multiples),
             "maxima": dict(self.maxima),
+            "options": {key: list(words) for key, words in self.options.items()},
+            "enforced": list(self.enforced),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Claim:
         """The inverse of `to_json`."""
         where = {key: tuple(values) for key, values in data["where"].items()}
-        return cls(**{**data, "where": where})
+        options = {key: tuple(words) for key, words in data.get("options", {}).items()}
+        return cls(**{**data, "where": where, "options": options, "enforced": tuple(data.get("enforced", ()))})
 
 
 @runtime_checkable
