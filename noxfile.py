@@ -19,6 +19,13 @@ ENVIRONMENT = ROOT / ".nox" / "environment"
 PYTHON = str(ENVIRONMENT / "bin" / "python")
 STAMP = ENVIRONMENT / "installed-from"
 CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
+DOCS = """\
+site_name: blockscale-conformance
+docs_dir: ../docs
+site_dir: docs
+use_directory_urls: false
+validation: {links: {anchors: warn, unrecognized_links: warn}}
+"""
 NO_DEPENDENCIES = ROOT / "constraints" / "no-deps.txt"
 
 
@@ -87,6 +94,16 @@ def gating(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Throughput of the references beside a memory copy and other libraries' references, in one run."""
     python(session, "-m", "benchmarks.throughput", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv", default=False)
+def docs(session: nox.Session) -> None:
+    """These pages as HTML in out/docs; a link or an anchor that leads nowhere fails."""
+    session.install(*nox.project.dependency_groups(PROJECT, "docs"))
+    config = ROOT / "out" / "mkdocs.yml"
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(DOCS)
+    session.run("mkdocs", "build", "--quiet", "--strict", "--config-file", str(config), *session.posargs)
 
 
 @nox.session(venv_backend="none")
