@@ -79,6 +79,12 @@ def repro(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def probe(session: nox.Session) -> None:
+    """Fingerprints: what backends do where recipes leave a choice, beside what theirs declare; docs/probe.md."""
+    python(session, "-m", "conformance", "probe", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
 def power(session: nox.Session) -> None:
     """Detection power: mutants of historical bugs, searched for within a budget, beside the recorded score."""
     python(session, "-m", "conformance", "power", *session.posargs)

@@ -1,4 +1,4 @@
-"""The command line: ``python -m conformance run | fuzz | repro | gating | backends | power | report``.
+"""The command line: ``python -m conformance run | fuzz | repro | probe | gating | backends | power | report``.
 
 Exit codes: 0 conformant; 1 non-conformant; 2 a usage error, nothing executed included; 3 the harness itself failed; 130
 interrupted by Ctrl-C or SIGTERM (files are written and marked incomplete). Every bad input is one line on stderr that
@@ -186,6 +186,35 @@ def repro(
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
     )
     return repros.repro(request, ledgers.load(ledgers.DEFAULT), Console())
+
+
+@app.command()
+def probe(
+    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Probe this backend only.")] = None,
+    operation: Annotated[list[str] | None, _many("--operation", "NAME", "ue8m0, quantize or gemm.")] = None,
+    variant: Annotated[list[str] | None, _many("--format", "NAME", "Probe this format or policy only.")] = None,
+    device: Devices = None,
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers that start at a time.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where probe.md and probe.csv go.")] = Path("out/probe"),
+    plugin: Plugins = None,
+    deadline: Deadline = "60s",
+    memory_limit: Memory = MEMORY_LIMIT,
+) -> int:
+    """Measure what backends do where recipes leave a choice, and compare it with what theirs declare."""
+    from conformance import fingerprint
+
+    settings = fingerprint.Settings(
+        backends=tuple(backend or ()),
+        operations=tuple(operation or ()),
+        formats=tuple(variant or ()),
+        devices=tuple(device or ()),
+        plugins=tuple(plugin or ()),
+        out=out,
+        deadline=_parsed("--deadline", units.seconds, deadline),
+        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        jobs=jobs or _cpus(),
+    )
+    return fingerprint.probe(settings, _wide_console())
 
 
 @app.command()
