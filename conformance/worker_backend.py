@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance import call_options
 from conformance.messages import CallReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, flat, is_out_of_memory, one_line
@@ -38,8 +39,9 @@ class Callee:
     def call(self, text: str, name: str, options: Mapping[str, str]) -> Reply:
         """A ``CallReply`` as plain data and its outputs.
 
-        options: ``poison`` is ours (``nan`` or ``finite``, ``nan`` if absent), the others reach the backend. A reply
-        with ``lost`` says that the device's context is beyond repair and this process useless.
+        options: ``poison`` is ours (``nan`` or ``finite``, ``nan`` if absent), so are those of ``call_options``; the
+        others reach the backend. A reply with ``lost`` says that the device's context is beyond repair and this process
+        useless.
         Raises `ReportedError` where not the backend but the harness failed.
         """
         backend = self.backends.get(name)
@@ -49,22 +51,37 @@ class Callee:
         if poison not in POISONS:
             raise ReportedError(f"poison={poison} is none of {', '.join(POISONS)}")
         case = Case.parse(text)
+        try:
+            own, carried = call_options.own_and_carried({k: word for k, word in options.items() if k != "poison"})
+        except ValueError as error:
+            raise ReportedError(str(error)) from None
         torch.set_default_dtype(torch.float32)  # a backend may have left another behind
         try:
             digest, inputs = self._inputs(case)
-            on_device = {key: move(tensor, self._device) for key, tensor in inputs.items()}
+            laid = call_options.strided if "inputs" in carried else _as_it_is
+            on_device = {key: laid(move(tensor, self._device)) for key, tensor in inputs.items()}
+            before = {key: storage_bytes(tensor).clone() for key, tensor in on_device.items()} if carried else {}
+            others = self._others(case, carried, laid)
             buffers = Buffers(OPERATIONS[case.operation].outputs(case), self._device, poison)
         except BaseException as error:
             if not is_out_of_memory(error):
                 raise
             return _reply(CallReply(status="oom", message=f"before the call: {one_line(error)}"))
-        own = {key: value for key, value in options.items() if key != "poison"}
-        reply, outputs = self._guarded(backend, case, on_device, own, buffers)
+
+        def call(arguments: Mapping[str, Tensor]) -> Any:
+            return backend.run(backend.prepare(case, arguments, own), dict(buffers.out))
+
+        def made() -> Any:
+            if others is None:
+                return call(on_device)
+            return call_options.called(call, carried, on_device, others, buffers)
+
+        reply, outputs = self._guarded(case, on_device, made)
         lost = self._lost()
         if lost is not None:
             message = reply.message or lost
             return {**asdict(CallReply(status="crash", message=f"device context lost: {message}")), "lost": True}, ()
-        changed = self._changed(inputs, on_device)
+        changed = self._changed(inputs, on_device, before)
         overrun = buffers.overrun()
         if overrun is not None and reply.status == "ok":
             reply, outputs = CallReply(status="error", message=overrun, seconds=reply.seconds), ()
@@ -79,25 +96,41 @@ class Callee:
         self._kept = (case.text, sha256_of(inputs), inputs)
         return self._kept[1], inputs
 
-    def _changed(self, inputs: Mapping[str, Tensor], on_device: Mapping[str, Tensor]) -> bool:
-        """Whether a call wrote to its inputs, beside them where they are views, or to the copies that are kept."""
+    def _others(
+        self, case: Case, carried: Mapping[str, str], laid: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor] | None:
+        """The sister case's inputs on the device where an option asks for them, else None. Raises `ReportedError`."""
+        if not {"stream", "graph"} & set(carried):
+            return None
+        if not self._device.startswith("cuda"):
+            raise ReportedError(f"{', '.join(sorted(carried))}: {self._device} has no streams")
+        inputs = OPERATIONS[case.operation].inputs(call_options.sister(case))
+        return {key: laid(move(tensor, self._device)) for key, tensor in inputs.items()}
+
+    def _changed(
+        self, inputs: Mapping[str, Tensor], on_device: Mapping[str, Tensor], before: Mapping[str, Tensor]
+    ) -> bool:
+        """Whether a call wrote to its inputs, beside them where they are views, or to the copies that are kept.
+
+        before: the storages of inputs on the device that are laid out otherwise than those that are kept.
+        """
         if self._kept is None or sha256_of(inputs) != self._kept[1]:
             self._kept = None
             return True
         return not all(
-            torch.equal(storage_bytes(tensor).to(self._device), storage_bytes(on_device[key]))
+            torch.equal(before.get(key, storage_bytes(tensor)).to(self._device), storage_bytes(on_device[key]))
             for key, tensor in inputs.items()
         )
 
     def _guarded(
-        self, backend: Backend, case: Case, inputs: Mapping[str, Tensor], options: Mapping[str, str], buffers: Buffers
+        self, case: Case, inputs: Mapping[str, Tensor], made: Callable[[], Any]
     ) -> tuple[CallReply, tuple[Wire, ...]]:
         started = time.perf_counter()
         try:
             self._synchronise()
             started = time.perf_counter()
             with torch.no_grad():
-                parts = backend.run(backend.prepare(case, inputs, options), dict(buffers.out))
+                parts = made()
             self._synchronise()
             seconds = time.perf_counter() - started
             problem = _problem(parts)
@@ -133,6 +166,10 @@ class Callee:
         except BaseException as error:
             return None if is_out_of_memory(error) else one_line(error)
         return None
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _reply(reply: CallReply, outputs: tuple[Wire, ...] = (), **changes: Any) -> Reply:
