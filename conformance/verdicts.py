@@ -1,7 +1,8 @@
 """From replies to records: what the calls of one case and the judge's answers amount to. Pure functions.
 
-A case is called with its outputs poisoned once with NaN and once with finite garbage; where the two differ, once more
-with NaN. A worker that dies is replaced and the case is called again, alone.
+A case is called with its outputs poisoned once with NaN and once with finite garbage. Where the two differ, it is
+called up to three times more: an answer that keeps what its buffers held is the same whenever they held the same, one
+that moves from call to call is not. A worker that dies is replaced and the case is called again, alone.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 from conformance.messages import CallReply, JudgeReply, Wire
 from reports.record import Record
 
-POISONS = ("nan", "finite", "nan")
-"""What the output buffers hold before each call of a case."""
+POISONS = ("nan", "finite", "nan", "nan", "finite")
+"""What the output buffers hold before each call of a case; two outcomes that take turns do not fit it."""
 DEATHS = ("crash", "hang")
 MAX_DEATHS = 5
 """Cases of one operation x variant that may kill a backend's worker before the rest of them is not run."""
@@ -53,7 +54,7 @@ def call_sequence(call: Callable[[str], CallReply]) -> Replies:
     replies: list[CallReply] = []
     for poison in POISONS:
         replies.append(call(poison))
-        if replies[-1].status != "ok" or (len(replies) == 2 and not differing_parts(*replies)):
+        if replies[-1].status != "ok" or (len(replies) == 2 and not differing_parts(*replies)) or moving_parts(replies):
             break
     return tuple(replies)
 
@@ -72,6 +73,17 @@ def differing_parts(one: CallReply, other: CallReply) -> dict[str, float]:
     mine, theirs = ({wire.name: wire for wire in reply.outputs} for reply in (one, other))
     names = list(dict.fromkeys([*mine, *theirs]))
     return {name: _share(mine.get(name), theirs.get(name)) for name in names if mine.get(name) != theirs.get(name)}
+
+
+def moving_parts(replies: Sequence[CallReply]) -> dict[str, float]:
+    """The same for calls with equal poisons, which say that an answer moves by itself; the least share of a part."""
+    found: dict[str, float] = {}
+    for one, first in zip(POISONS, replies, strict=False):
+        for other, second in zip(POISONS, replies, strict=False):
+            if one == other and first is not second:
+                for name, share in differing_parts(first, second).items():
+                    found[name] = min(share, found.get(name, 1.0))
+    return found
 
 
 def _share(one: Wire | None, other: Wire | None) -> float:
@@ -173,7 +185,7 @@ def _failed_call(subject: Subject, replies: Replies) -> Record:
 def _parts(subject: Subject, replies: Replies, judged: Sequence[JudgeReply], run_to_run: bool) -> list[Record]:
     shared = {"input_sha256": _input_hash(replies), "seconds": replies[0].seconds}
     differing = differing_parts(*replies[:2]) if len(replies) > 1 else {}
-    moving = differing_parts(replies[0], replies[2]) if len(replies) > 2 else {}
+    moving = moving_parts(replies)
     records = []
     for name in dict.fromkeys(part["part"] for reply in judged for part in reply.parts):
         # A malformed answer is judged by its shape alone, so that not every reply has every part.

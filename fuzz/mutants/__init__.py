@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuzz.grammar import GRAMMAR
-from fuzz.mutants import correct, dequant, gemm, layout, memory, quant, routing, ue8m0
+from fuzz.mutants import correct, dequant, gemm, layout, memory, moe, quant, routing, ue8m0
 from fuzz.mutants.base import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -13,6 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *layout.MUTANTS,
     *routing.MUTANTS,
     *gemm.MUTANTS,
+    *moe.MUTANTS,
     *memory.MUTANTS,
 )
 """Every mutant, area by area."""
@@ -28,6 +29,7 @@ CONFORMANT: tuple[Mutant, ...] = tuple(
         ("routing", routing.route),
         ("gemm", gemm.gemm),
         ("grouped_gemm", gemm.grouped_gemm),
+        ("moe", moe.layer),
     )
 )
 """What the mutants are changes of, without any change."""

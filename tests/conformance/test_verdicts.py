@@ -56,9 +56,26 @@ def test_equal_outputs_need_two_calls() -> None:
     assert len(to_judge(replies)) == 1
 
 
-def test_different_outputs_need_a_third_call() -> None:
-    _, poisons = played(ok(), ok(b"\1\2\3\5"), ok())
-    assert poisons == ["nan", "finite", "nan"]
+OTHER = b"\1\2\3\5"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "verdict"),
+    [
+        ([None, OTHER, None, None, OTHER], "wrong"),  # follows the buffer
+        ([None, OTHER, OTHER], "flaky"),
+        ([None, OTHER, None, OTHER], "flaky"),  # outcomes in turn
+        ([None, OTHER, None, None, None], "flaky"),
+        ([None, OTHER, None, None, b"\1\2\3\6"], "flaky"),
+    ],
+)
+def test_different_outputs_need_more_calls_until_one_moves(outputs: list[bytes | None], verdict: str) -> None:
+    replies, poisons = played(*(ok() if output is None else ok(output) for output in outputs))
+    assert poisons == ["nan", "finite", "nan", "nan", "finite"][: len(outputs)]
+    assert len(replies) == len(outputs)
+    (record,) = decide(SUBJECT, replies, [answer()] * len(to_judge(replies)))
+    assert record.verdict == verdict
+    assert ("previous contents" in record.message) == (verdict == "wrong")
 
 
 @pytest.mark.parametrize("status", ["refused", "error", "oom", "crash", "hang"])
