@@ -4,6 +4,8 @@
 ``graph=replay``: the call is captured into a CUDA graph on the inputs of a sister case, then replayed on the real ones.
 ``inputs=strided``: every matrix among the inputs lies in rows further apart than they are long, garbage between them.
 
+Whatever the options, a sixteenth of the cases is called on memory that has held the sister's inputs (`refilled`).
+
 A sister case has the same sizes and another seed, so that whoever reads inputs too early, or keeps anything of the
 capture, answers another question.
 """
@@ -11,6 +13,7 @@ capture, answers another question.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,6 +39,15 @@ def own_and_carried(options: Mapping[str, str]) -> tuple[dict[str, str], dict[st
         if word not in CARRIED_OUT[key]:
             raise ValueError(f"{key}={word} is none of {', '.join(CARRIED_OUT[key])}")
     return {key: word for key, word in options.items() if key not in carried}, carried
+
+
+REFILLED = 16
+"""Of this many seeds one has its case called on memory that has just held, and been called on, the sister's inputs."""
+
+
+def is_refilled(case: Case) -> bool:
+    """Whether every call of a case is made on refilled memory."""
+    return case.seed % REFILLED == 3
 
 
 def sister(case: Case) -> Case:
@@ -66,12 +78,12 @@ def called(
 ) -> Any:
     """What ``call(inputs)`` returns under the options ``carried`` on a CUDA device; nothing is synchronised.
 
-    inputs: on the device. others: those of the sister case, of the same shapes and strides. buffers: for the outputs.
+    inputs: on the device. others: those of the sister case, of the same shapes. buffers: for the outputs.
     """
     device = next(iter(inputs.values())).device
     real = {name: storage_bytes(tensor).clone() for name, tensor in inputs.items()}
     replay = carried.get("graph") == "replay"
-    _fill(inputs, {name: storage_bytes(tensor) for name, tensor in others.items()})
+    _copy(inputs, others)
     torch.cuda.synchronize(device)
     if replay:
         return _replayed(call, inputs, real, buffers, device)
@@ -82,6 +94,27 @@ def called(
         parts = call(inputs)
     side.synchronize()
     return parts
+
+
+def refilled(
+    call: Callable[[Mapping[str, Tensor]], Any],
+    inputs: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+    buffers: Buffers,
+) -> Any:
+    """What ``call(inputs)`` returns after a call on the same memory with other inputs in it, on any device.
+
+    Whoever keeps a copy, a transposed weight or a graph by address or shape answers the sister's question.
+    """
+    real = {name: storage_bytes(tensor).clone() for name, tensor in inputs.items()}
+    try:
+        _copy(inputs, others)
+        with suppress(Exception):  # the sister has no verdict here
+            call(inputs)
+    finally:
+        _fill(inputs, real)
+    buffers.poison_again()
+    return call(inputs)
 
 
 def _replayed(
@@ -106,6 +139,11 @@ def _replayed(
     graph.replay()
     torch.cuda.synchronize(device)
     return parts
+
+
+def _copy(inputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    for name, tensor in inputs.items():
+        tensor.copy_(others[name])  # a view may start elsewhere in the sister's storage
 
 
 def _fill(inputs: Mapping[str, Tensor], contents: Mapping[str, Tensor]) -> None:

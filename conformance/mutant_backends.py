@@ -41,7 +41,13 @@ class MutantBackend:
             return []
         about = self.mutant
         return [
-            Claim(operation=about.operation, variant=variant, source=about.source, where=_known(about, variant))
+            Claim(
+                operation=about.operation,
+                variant=variant,
+                source=about.source,
+                where=_known(about, variant),
+                enforced=about.enforced,
+            )
             for variant in about.variants
         ]
 
@@ -51,8 +57,12 @@ class MutantBackend:
         return Recipe(source=f"fuzz/mutants: {self.mutant.family}", **choices)
 
     def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
-        """The computation, bound to its inputs."""
-        return lambda: self.mutant.answer(case, inputs)
+        """The computation, bound to its inputs; frozen ones as they were at the first call on their memory."""
+        for name in self.mutant.frozen:
+            if not hasattr(inputs[name], "frozen"):
+                inputs[name].frozen = inputs[name].clone()  # type: ignore[attr-defined]
+        frozen = {name: inputs[name].frozen for name in self.mutant.frozen}  # type: ignore[attr-defined]
+        return lambda: self.mutant.answer(case, {**inputs, **frozen})
 
     def run(self, prepared: Call, out: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Run it; what the mutant does not write keeps the contents of the buffer."""

@@ -18,7 +18,7 @@ from conformance.messages import CallReply, JudgeReply
 from conformance.mutant_backends import MutantBackend
 from conformance.operations import OPERATIONS
 from conformance.power_checks import seen_by
-from conformance.verdicts import Subject, call_sequence, decide, to_judge
+from conformance.verdicts import Subject, beyond_claims, call_sequence, decide, to_judge
 from conformance.worker_backend import Callee
 from conformance.worker_oracle import Oracle
 from conformance.worker_tensors import from_wire
@@ -65,7 +65,7 @@ def hunt(mutant: Mutant, seed: int, *, cases: int = CASES, budget: float = BUDGE
     backend = MutantBackend(mutant)
     claims = {claim.variant: claim for claim in backend.claims("cpu")}
     callee, oracle = Callee("fuzz.mutants", {backend.name: backend}, "cpu"), Oracle("cpu")
-    plan = [case for case in _plan(mutant.operation, mutant.variants, cases, seed) if _covers(claims, case)]
+    plan = [case for case in _plan(mutant.operation, mutant.variants, cases, seed) if _called(claims, case)]
     started = time.process_time()
     count = 0
     for case in plan:
@@ -114,7 +114,9 @@ def judged(
         sm="",
         options="",
     )
-    return decide(subject, replies, answers, run_to_run=recipe.run_to_run), replies[0]
+    records = decide(subject, replies, answers, run_to_run=recipe.run_to_run)
+    reason = claim.refusal(case)
+    return records if reason is None else beyond_claims(records, reason), replies[0]
 
 
 def hunts(mutants: Iterable[Mutant], seeds: Sequence[int], *, cases: int = CASES, budget: float = BUDGET) -> list[Hunt]:
@@ -127,8 +129,10 @@ def _plan(operation: str, variants: tuple[str, ...], cases: int, seed: int) -> l
     return draw_plan([(operation, variant) for variant in variants], cases, seed)
 
 
-def _covers(claims: Mapping[str, Claim], case: Case) -> bool:
-    return claims[case.variant].refusal(case) is None
+def _called(claims: Mapping[str, Claim], case: Case) -> bool:
+    """Whether a run calls it: where it is claimed, and where the backend promises to refuse it."""
+    claim = claims[case.variant]
+    return claim.refusal(case) is None or claim.dares(case)
 
 
 def _others(case: Case, first: CallReply) -> dict[str, bool]:

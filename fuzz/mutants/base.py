@@ -2,7 +2,7 @@
 
 A mutant starts from a correct answer (``fuzz.mutants.correct``) and changes one thing. Where the real fault lies in
 memory that is never written, or in a race, the function says so in its answer (`Partial`, `Racing`), so that it stays
-pure.
+pure; where a device would stop, it raises `Trap`.
 No mutant knows how it will be searched for.
 """
 
@@ -42,6 +42,10 @@ class Partial:
     written: Tensor
 
 
+class Trap(Exception):  # noqa: N818 - what a device does, not an error of ours
+    """Raised where the real fault makes a device stop: an address outside every buffer, an instruction it lacks."""
+
+
 @dataclass(frozen=True)
 class Racing:
     """A part whose value depends on which of several threads came first: the outcomes of successive calls."""
@@ -61,7 +65,8 @@ class Mutant:
     family: the name of the bug's family, the same for reports of one fault in several projects. area: of `AREAS`.
     source: ``owner/repo#number``. description: the fault in one line. operation, variants, where: what it claims to
     support, ``where`` as parameter -> values. answer: the function. choices: fields of the recipe that it declares
-    beside the defaults.
+    beside the defaults. enforced: parameters of ``where`` whose limits it promises to enforce. frozen: inputs that
+    every later call on the same memory finds as they were at the first one, as a replayed graph does that kept a copy.
     """
 
     family: str
@@ -73,6 +78,8 @@ class Mutant:
     answer: Answer
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
+    enforced: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

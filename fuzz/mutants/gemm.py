@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fuzz.mutants.base import Inputs, Mutant, Part, Racing
+from fuzz.mutants.base import Inputs, Mutant, Part, Racing, Trap
 from fuzz.mutants.correct import F32, Parts
 from references.backend import CaseLike
 from references.gemm_formats import Operand, operand, plain_scales, sides
@@ -160,6 +161,39 @@ def _scale_of_the_tile_before(case: CaseLike, inputs: Inputs) -> dict[str, Part]
     return {"output": Racing((right, stored(product(stale, b), case)))}
 
 
+def _next_descriptor(case: CaseLike, inputs: Inputs) -> dict[str, Part]:
+    # The descriptor of the next group is published before the only block of this one has been read.
+    rows, right = inputs["m_indices"], grouped_gemm(case, inputs)
+    owner = rows[::128]  # a block starts with a row that counts
+    groups = [int(group) for group in torch.unique(owner[owner >= 0])]
+    read = rows.clone()
+    for group, following in pairwise(groups):
+        if int((owner == group).sum()) == 1:
+            read[rows == group] = following
+    return {"output": Racing((right["output"], _by_rows(case, inputs, read)["output"]))}
+
+
+def address(index: int, stride: int, size: int) -> int:
+    """An offset into a buffer of ``size`` elements. Raises `Trap` outside."""
+    offset = index * stride
+    if not 0 <= offset < size:
+        raise Trap(f"illegal memory access: element {offset} of {size}")
+    return offset
+
+
+def _minus_one_as_address(case: CaseLike, inputs: Inputs) -> Parts:
+    b = inputs["b"]
+    for index in torch.unique(inputs["m_indices"]).tolist():
+        address(index, b[0].numel(), b.numel())
+    return grouped_gemm(case, inputs)
+
+
+def _instruction_of_another_device(case: CaseLike, inputs: Inputs) -> Parts:
+    if case.integer("k") % 128 == 0:
+        raise Trap("illegal instruction")
+    return gemm(case, inputs)
+
+
 def _gemm(multiply: Product) -> Callable[[CaseLike, Inputs], Parts]:
     return lambda case, inputs: gemm(case, inputs, multiply)
 
@@ -237,6 +271,35 @@ MUTANTS = (
         operation="gemm",
         variants=("deepseek_fp8",),
         answer=_gemm(_scales_of_first_row),
+    ),
+    Mutant(
+        family="gemm-k-grouped-descriptor-race",
+        area="determinism",
+        source="deepseek-ai/DeepGEMM#365",
+        description="a group of a single block is read with the next group's descriptor, every other call",
+        operation="grouped_gemm",
+        variants=("deepseek_fp8", "bf16"),
+        where={"grouping": ("contiguous_128",)},
+        answer=_next_descriptor,
+    ),
+    Mutant(
+        family="gemm-minus-one-index-not-skipped",
+        area="robustness",
+        source="deepseek-ai/DeepGEMM#34",
+        description="group index -1 of a padding row used as an address",
+        operation="grouped_gemm",
+        variants=("deepseek_fp8", "bf16"),
+        where={"grouping": ("contiguous", "contiguous_128")},
+        answer=_minus_one_as_address,
+    ),
+    Mutant(
+        family="gate-hardcoded-sm100-instructions",
+        area="gating",
+        source="NVIDIA/TransformerEngine#2956",
+        description="kernel for K a multiple of 128 has instructions that the device lacks",
+        operation="gemm",
+        variants=("nvfp4",),
+        answer=_instruction_of_another_device,
     ),
     Mutant(
         family="bad-tactic",

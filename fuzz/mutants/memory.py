@@ -21,6 +21,24 @@ def _underallocated(case: CaseLike, inputs: Inputs) -> dict[str, Part]:
     return {"scales": Partial(packed, torch.arange(len(packed)) < room)}
 
 
+def narrow(offset: Tensor, bits: int) -> Tensor:
+    """An offset int64 held in a signed integer of some bits."""
+    return (offset + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+
+
+INDEX_BITS = 16
+"""Width of the model's index; the reports have 32 bits and tensors of more than 2^31 elements."""
+
+
+def _narrow_offsets(case: CaseLike, inputs: Inputs) -> Parts:
+    rows, cols = case.integer("m"), case.integer("k")
+    offset = narrow(torch.arange(rows * cols), INDEX_BITS)
+    right = correct.dequantise(case, inputs)["output"].view(-1)
+    # What lies before the buffer is as good as zero.
+    found = torch.where(offset < 0, torch.zeros_like(right), right[offset.clamp(min=0)])
+    return {"output": found.view(rows, cols)}
+
+
 def _powers_of_two(amax: Tensor, kind: Scheme, outer: Tensor | None) -> Tensor:
     exact = correct.stored(amax, kind, outer)
     codes = ue8m0.encode(exact, "ceil")
@@ -47,6 +65,15 @@ MUTANTS = (
         variants=("interleave_128x4",),
         where={"direction": ("pack",)},
         answer=_underallocated,
+    ),
+    Mutant(
+        family="int32-offset",
+        area="memory",
+        source="unslothai/unsloth#6884",
+        description=f"offset row * columns in {INDEX_BITS} bits",
+        operation="dequantize",
+        variants=("deepseek_fp8", "mxfp8", "fp8_per_tensor"),
+        answer=_narrow_offsets,
     ),
     Mutant(
         family="ue8m0-on-hopper",

@@ -228,6 +228,16 @@ MUTANTS = (
         answer=_with(Steps(ids=_wrapped)),
     ),
     Mutant(
+        family="cuda-graph-pad-frozen",
+        area="determinism",
+        source="vllm-project/vllm#52383",
+        description="padded copy of the hidden states made outside of what is replayed, ids and weights live",
+        operation="moe",
+        variants=("deepseek_fp8", "bf16"),
+        frozen=("x",),
+        answer=layer,
+    ),
+    Mutant(
         family="moe-align-drops-tokens",
         area="moe",
         source="vllm-project/vllm-xpu-kernels#453",

@@ -13,7 +13,7 @@ from fuzz.mutants.correct import F32, F64, Parts
 from references import ue8m0
 from references.backend import CaseLike
 from references.blocks import block_amax, expand, scale_values, scales_from_amax
-from references.elements import encode
+from references.elements import E4M3FNUZ, Element, decode, encode
 from references.requantize import TARGET
 from references.rounding import round_to
 from references.schemes import Scheme
@@ -34,6 +34,23 @@ def _infinite_multiplier(case: CaseLike, inputs: Inputs) -> Parts:
         return torch.where((amax > 0) & (amax < TINY), values * torch.inf, correct.quotient(values, divisors))
 
     return correct.quantize(case, inputs, divide=divide)
+
+
+def sign_kept(codes: Tensor, scaled: Tensor, element: Element) -> Tensor:
+    """Codes whose sign bit is that of the number, even at magnitude zero: E4M3FNUZ's NaN there."""
+    return torch.where((codes & (element.sign - 1)) == 0, torch.where(scaled < 0, element.sign, codes), codes).to(
+        torch.uint8
+    )
+
+
+def _fnuz_nan(scaled: Tensor, kind: Scheme) -> Tensor:
+    # No contract here has an E4M3FNUZ payload; its NaN is shown as the payload's own.
+    nan = decode(sign_kept(encode(scaled, E4M3FNUZ), scaled, E4M3FNUZ), E4M3FNUZ).isnan()
+    return torch.where(nan, kind.element.nan_codes[0], encode(scaled, kind.element)).to(torch.uint8)
+
+
+def _not_scaled(x: Tensor, divisors: Tensor) -> Tensor:
+    return x
 
 
 def _not_saturating(scaled: Tensor, kind: Scheme) -> Tensor:
@@ -106,6 +123,25 @@ def _quantize(**steps: Any) -> Any:
 FP32_SCALES = {"scale": ("fp32",)}
 
 MUTANTS = (
+    Mutant(
+        family="fnuz-small-negative-becomes-nan",
+        area="quant",
+        source="triton-lang/triton#3997",
+        description="cast keeps the sign of a negative number that rounds to zero, NaN in FNUZ formats",
+        operation="quantize",
+        variants=("fp8_per_tensor", "mxfp8"),
+        answer=lambda case, inputs: correct.quantize(case, inputs, to_codes=_fnuz_nan),
+    ),
+    Mutant(
+        family="scaled-mm-result-scale-ignored",
+        area="gemm",
+        source="pytorch/pytorch#190449",
+        description="epilogue of an FP8 output takes the scale and casts without it",
+        operation="quantize",
+        variants=("fp8_per_tensor",),
+        where={"scale": ("static",)},
+        answer=lambda case, inputs: correct.quantize(case, inputs, divide=_not_scaled),
+    ),
     Mutant(
         family="zero-block-0-over-0",
         area="quant",

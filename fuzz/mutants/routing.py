@@ -211,6 +211,13 @@ def _padding_routed(case: CaseLike, inputs: Inputs) -> Parts:
     return finished(case, ids, weights, masked=False)
 
 
+def _fp32_read_as_bf16(logits: Tensor) -> Tensor:
+    if logits.dtype != torch.float32:
+        return logits.float()
+    flat = logits.contiguous().view(-1)
+    return flat.view(torch.bfloat16)[: len(flat)].float().view(logits.shape)
+
+
 def _rows_beyond_limit(case: CaseLike, inputs: Inputs) -> dict[str, Part]:
     right = route(case, inputs)
     weights = right["weights"]
@@ -368,6 +375,17 @@ MUTANTS = (
         variants=("Default", "Renormalize"),
         where={"out": ("fp32", "bf16", "fp16")},
         answer=_rows_beyond_limit,
+    ),
+    Mutant(
+        family="gate-routing-method-unsupported",
+        area="gating",
+        source="vllm-project/vllm#33620",
+        description="FP32 logits admitted by a router that reads BF16",
+        operation="routing",
+        variants=("Renormalize", "DeepSeekV3"),
+        where={"dtype": ("bf16", "fp16")},
+        enforced=("dtype",),
+        answer=_with(Steps(read=_fp32_read_as_bf16)),
     ),
     Mutant(
         family="route-topk-order-undefined",

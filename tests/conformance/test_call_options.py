@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ import torch
 from conformance import call_options, sweeps
 from conformance.cli import main
 from conformance.journal import read_records
+from conformance.worker_backend import Callee
+from conformance.worker_tensors import from_wire
 from fuzz.case import MAX_SEED, Case
+from fuzz.inputs import build
 from references.backend import Claim
 from reports.record import Record
 
@@ -125,3 +129,40 @@ def test_a_sister_has_the_next_seed() -> None:
 
 def test_nothing_is_swept_without_options() -> None:
     assert sweeps.swept_targets([]) == []
+
+
+def test_a_sixteenth_of_the_cases_is_called_on_refilled_memory() -> None:
+    """An implementation that keeps what it saw first at an address answers the sister's question there."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def run(prepared: torch.Tensor, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        x = seen.setdefault(prepared.data_ptr(), prepared.clone())
+        return {"scales": (x.view(torch.int32) >> 23).to(torch.uint8)}
+
+    backend = SimpleNamespace(prepare=lambda case, inputs, options: inputs["x"], run=run)
+    found = {}
+    for seed in range(call_options.REFILLED):
+        case = Case.parse(f"ue8m0 floor v=1 from=scale n=8 values=normal seed={seed}")
+        callee = Callee("here", {"b": backend}, "cpu")  # type: ignore[dict-item]
+        seen.clear()
+        reply, outputs = callee.call(case.text, "b", {})
+        assert (reply["status"], reply["inputs_changed"]) == ("ok", False)
+        asked = call_options.sister(case) if seed == 3 else case
+        right = (build(asked)["x"].view(torch.int32) >> 23).to(torch.uint8)
+        found[seed] = bool((from_wire(outputs[0]) == right).all())
+    assert all(found.values())
+    assert call_options.is_refilled(Case.parse(SCALES[3]))
+
+
+def test_a_sister_that_starts_elsewhere_in_its_storage_is_copied() -> None:
+    words = "block=tensor dtype=fp32 k=258 m=17 scale=fp32 stride=offset values=scale_ladder seed=3"
+    case = Case.parse(f"quantize fp8_per_tensor v=1 {words}")
+    seen: list[torch.Tensor] = []
+    backend = SimpleNamespace(
+        prepare=lambda case, inputs, options: seen.append(inputs["x"].clone()),
+        run=lambda prepared, out: dict(out),
+    )
+    callee = Callee("here", {"b": backend}, "cpu")  # type: ignore[dict-item]
+    assert callee.call(case.text, "b", {})[0]["inputs_changed"] is False
+    assert torch.equal(seen[0], build(call_options.sister(case))["x"])
+    assert torch.equal(seen[1], build(case)["x"])

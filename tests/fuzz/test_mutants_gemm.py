@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fuzz.case import Case
 from fuzz.mutants import MUTANTS, gemm
-from fuzz.mutants.base import Racing
+from fuzz.mutants.base import Racing, Trap
 
 FAULTY = {mutant.family: mutant.answer for mutant in MUTANTS}
 ONE = 0x38
@@ -103,3 +104,42 @@ def test_a_stale_scale_arrives_in_one_of_two_calls() -> None:
     found = FAULTY["gemm-small-m-scale-race"](case, {**inputs, "b_scales": torch.tensor([[1.0, 4.0]])})["output"]
     assert isinstance(found, Racing)
     assert [float(outcome) for outcome in found.outcomes] == [128.0 + 1024.0, 256.0 + 512.0]
+
+
+def grouped(case: Case, m_indices: torch.Tensor) -> dict[str, torch.Tensor]:
+    """BF16 operands of one column: A ones, B of group g is g + 1."""
+    rows, groups = len(m_indices), case.integer("groups")
+    b = torch.arange(1, groups + 1).to(torch.bfloat16).view(groups, 1, 1)
+    return {"a": torch.ones(rows, 1, dtype=torch.bfloat16), "b": b, "m_indices": m_indices.to(torch.int32)}
+
+
+def test_a_group_of_one_block_reads_the_next_one() -> None:
+    words = "grouping=contiguous_128 groups=4 k=1 layout=plain m=768 n=1 out=fp32 scale=none values=normal seed=0"
+    case = Case.parse(f"grouped_gemm bf16 v=1 {words}")
+    sizes = torch.tensor([256, 128, 128, 256])
+    found = FAULTY["gemm-k-grouped-descriptor-race"](case, grouped(case, torch.arange(4).repeat_interleave(sizes)))
+    race = found["output"]
+    assert isinstance(race, Racing)
+    blocks = [outcome.view(6, 128)[:, 0].tolist() for outcome in race.outcomes]
+    assert blocks == [[1, 1, 2, 3, 4, 4], [1, 1, 3, 4, 4, 4]]
+
+
+def test_minus_one_is_an_address_outside() -> None:
+    words = "grouping=contiguous groups=2 k=1 layout=plain m=3 n=1 out=fp32 scale=none values=normal seed=0"
+    case = Case.parse(f"grouped_gemm bf16 v=1 {words}")
+    faulty = FAULTY["gemm-minus-one-index-not-skipped"]
+    assert faulty(case, grouped(case, torch.tensor([0, 1, 1])))["output"].tolist() == [[1.0], [2.0], [2.0]]  # type: ignore[union-attr]
+    with pytest.raises(Trap, match="element -1 of 2"):
+        faulty(case, grouped(case, torch.tensor([0, 1, -1])))
+
+
+def test_a_kernel_for_whole_tiles_lacks_its_instructions() -> None:
+    for k in (192, 256):
+        given = {"a": bf16([1.0] * k), "b": bf16([1.0] * k)}
+        words = f"k={k} layout=plain m=1 n=1 out=fp32 scale=none values=normal"
+        case = Case.parse(f"gemm bf16 v=1 {words} seed=0")
+        if k == 256:
+            with pytest.raises(Trap):
+                FAULTY["gate-hardcoded-sm100-instructions"](case, given)
+        else:
+            assert float(FAULTY["gate-hardcoded-sm100-instructions"](case, given)["output"]) == k  # type: ignore[arg-type]

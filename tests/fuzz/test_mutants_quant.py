@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fuzz.case import Case
-from fuzz.mutants import MUTANTS, correct
-from references.elements import E4M3FN, decode
+from fuzz.mutants import MUTANTS, correct, quant
+from references.elements import E4M3FN, E4M3FNUZ, decode, encode
 from references.packing import unpack_fp4
 
 FAULTY = {mutant.family: mutant.answer for mutant in MUTANTS}
@@ -18,7 +18,13 @@ Answers = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def quantised(
-    family: str, variant: str, scale: str, x: Sequence[Sequence[float]], dtype: str = "fp32", **more: torch.Tensor
+    family: str,
+    variant: str,
+    scale: str,
+    x: Sequence[Sequence[float]],
+    dtype: str = "fp32",
+    divisor: float = 1.0,
+    **more: torch.Tensor,
 ) -> Answers:
     """The parts of the mutant and of a correct implementation."""
     case = Case.make(
@@ -35,7 +41,7 @@ def quantised(
     )
     given = {"x": torch.tensor(x, dtype=correct.DTYPES[dtype]), **more}
     if scale == "static":
-        given["scale"] = torch.ones(1)
+        given["scale"] = torch.tensor([divisor])
     return dict(FAULTY[family](case, given)), correct.quantize(case, given)
 
 
@@ -145,3 +151,20 @@ def test_a_nan_scale_is_overlooked() -> None:
     inputs = {"payload": torch.full((128, 64), 0x22, dtype=torch.uint8), "scales": scales}
     found = FAULTY["mx-nan-not-propagated"](case, inputs), correct.requantise(case, inputs)
     assert [int(parts["scales"]) for parts in found] == [121, 255]
+
+
+def test_a_small_negative_number_is_a_fnuz_nan() -> None:
+    x = torch.tensor([-1e-5, -0.0, 1e-5, -1.0])
+    right = encode(x, E4M3FNUZ)
+    found = quant.sign_kept(right, x, E4M3FNUZ)
+    assert [int(code) for code in found] == [0x80, 0, 0, int(right[3])]
+    assert right[0] == 0
+    mutant, correct_ = quantised("fnuz-small-negative-becomes-nan", "fp8_per_tensor", "static", [[-1e-5, 1e-5]])
+    assert is_nan(mutant) == [True, False]
+    assert values(correct_) == [0.0, 0.0]
+
+
+def test_the_scale_of_an_fp8_output_is_ignored() -> None:
+    # The report multiplies by 0.25; a static scale divides by 4.
+    mutant, right = quantised("scaled-mm-result-scale-ignored", "fp8_per_tensor", "static", [[1000.0]], divisor=4.0)
+    assert (values(mutant), values(right)) == ([448.0], [256.0])

@@ -150,3 +150,13 @@ def test_the_order_of_experts_depends_on_the_call() -> None:
 def test_padding_is_routed() -> None:
     found = routed("cuda-graph-padding-not-masked-from-router", "Default", [[1.0, 2.0]] * 4, topk=1, padding="some")
     assert [answer[0] for answer in found] == [[[1]] * 4, [[1]] * 3 + [[-1]]]
+
+
+def test_logits_of_another_type_are_admitted() -> None:
+    # Little-endian halves of 1.0 and 2.0: as BF16 they read 0, 1, 0, 2.
+    mutant, right = routed("gate-routing-method-unsupported", "Renormalize", [[1.0, 2.0]], topk=1)
+    assert right[0] == [[1]]
+    assert mutant[0] == [[1]]
+    mutant, right = routed("gate-routing-method-unsupported", "Renormalize", [[2.0, 1.0, 0.5]], topk=1)
+    assert right[0] == [[0]]
+    assert mutant[0] == [[1]]
