@@ -263,10 +263,13 @@ def power(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where power.md goes.")] = Path("out/power"),
     score: Annotated[Path | None, typer.Option(metavar="FILE", help="The recorded score.")] = None,
     record: Annotated[bool, typer.Option("--record", help="Record the score instead of comparing with it.")] = False,
+    alarms: Annotated[int, typer.Option(min=0, metavar="N", help="Only run N cases of correct implementations.")] = 0,
 ) -> int:
     """Search for mutants that re-create historical bugs; fail if one escapes that the record says is caught."""
-    from conformance import power_run, power_score
+    from conformance import power_alarms, power_run, power_score
 
+    if alarms:
+        return power_alarms.run(alarms, (seed or [1])[0], out, _wide_console())
     settings = power_run.Settings(
         areas=tuple(area or ()),
         families=tuple(family or ()),

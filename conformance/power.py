@@ -7,6 +7,7 @@ starting one for each would be most of the time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,11 @@ def hunt(mutant: Mutant, seed: int, *, cases: int = CASES, budget: float = BUDGE
             others=_others(case, first),
         )
     return Hunt(mutant=mutant, seed=seed, cases=count, seconds=time.process_time() - started)
+
+
+def clean(mutant: Mutant, seed: int, *, cases: int) -> Hunt:
+    """`hunt` for a correct implementation without a budget: the first alarm ends it."""
+    return hunt(mutant, seed, cases=cases, budget=math.inf)
 
 
 def judged(

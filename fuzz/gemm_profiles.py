@@ -127,6 +127,14 @@ def _subnormal(site: Site) -> Reals:
     return np.where(coin(words), -magnitude, magnitude)
 
 
+def _end_scales(site: Site) -> Reals:
+    """End codes of UE8M0, see `_exponents`: 1/16 to 7/64, so that neither 2^127 times 32 products overflows FP32, nor
+    a number times 2^-127 has more bits than BF16's subnormal numbers."""
+    words = site.words()
+    magnitude = (4 + integer(words, 4)) * 2.0**-6
+    return np.where(coin(words), -magnitude, magnitude)
+
+
 def stored_scales(site: Site, values: str) -> Bits:
     """The bits of a grid's scales in their stored format, never NaN, positive."""
     exponents, exact = _exponents(site, values)
@@ -159,6 +167,11 @@ def _exponents(site: Site, values: str) -> tuple[Integers, bool]:
             return ladder(site, lowest, count), False
         case "wide":
             return ladder(site, *((-6, 13) if nested else (-20, 41))), False
+        case "end_scales":
+            # From one block of K to the next, the operands take turns at the two ends.
+            inward = (site.row + site.col // 2 + site.matrix.seed) % 3
+            low = site.col % 2 == (0 if site.matrix.name.startswith("a") else 1)
+            return np.where(low, -127 + inward, 127 - inward), True
         case "subnormal":
             return ladder(site, *((-9, 5) if nested else (-66, 5))), False
         case _:
@@ -181,5 +194,6 @@ GEMM_PROFILES: Mapping[str, Callable[[Site], Reals]] = {
     "single": _single,
     "zeros": _zeros,
     "subnormal": _subnormal,
+    "end_scales": _end_scales,
 }
-"""Profile word -> numbers, for the words of ``fuzz.grammar.GEMM_VALUES``."""
+"""Profile word -> numbers, for the words of ``fuzz.grammar.GEMM_VALUES`` and ``END_SCALES``."""

@@ -124,6 +124,8 @@ GEMM_VALUES = (
     "zeros",
     "subnormal",
 )
+END_SCALES = {"mxfp8": ("end_scales",)}
+"""Formats whose codes are fine enough for scales of 2^-127 and 2^127 without an overflow in any order."""
 GEMM_FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16")
 GEMM_SCALES = {
     "deepseek_fp8": ("fp32", "ue8m0"),
@@ -213,7 +215,7 @@ def _gemm(variant: str, *, grouped: bool = False) -> Rule:
         "n": Size(),
         "out": Choice(GEMM_OUT),
         "scale": Choice(GEMM_SCALES[variant]),
-        "values": Choice(GEMM_VALUES),
+        "values": Choice((*GEMM_VALUES, *END_SCALES.get(variant, ()))),
     }
     if grouped:
         keys |= {"grouping": Choice(GROUPINGS), "groups": Size(most=4096)}

@@ -20,7 +20,7 @@ SHAPES: tuple[tuple[int, int, int, int], ...] = (
     (4, 1, 64, 20),
 )
 """Experts, top-k, hidden and intermediate size."""
-TOKENS = (1, 5, 17, 3, 2, 9, 33)
+TOKENS = (1, 5, 17, 3, 2, 9, 33, 130)
 COUNT = len(SHAPES) * len(TOKENS)
 
 

@@ -44,6 +44,13 @@ _EDGES = (
     ((0, 3), (1, 2)),
     ((0, 127), (0, 2)),
     ((0, 1), (16, 2)),
+    # A scale block that ends with a tile of K of 32, 64 or 96, under each bucket of rows that kernels are chosen by.
+    ((0, 2), (1, 32)),
+    ((0, 7), (2, 64)),
+    ((0, 12), (0, 96)),
+    ((4, 0), (2, 32)),
+    ((9, 0), (1, 64)),
+    ((65, 1), (1, 0)),
 )
 
 

@@ -30,7 +30,7 @@ SHAPES: tuple[Shape, ...] = (
     (33, 11, 10, 30),
 )
 """Experts, groups, kept groups and top-k, models among them."""
-TOKENS = (17, 1, 5, 2, 33, 64, 3, 128, 300)
+TOKENS = (17, 1, 5, 2, 33, 64, 3, 128, 300, 1500, 4100)
 
 
 def fitted(method: str, shape: Shape, tokens: int, room: int) -> dict[str, str]:

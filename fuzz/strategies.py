@@ -42,7 +42,8 @@ class Limits:
 
     def room(self, operation: str, sizes: Iterable[str], given: Mapping[str, str]) -> int:
         """The elements that a case of an operation with these words may have, by its size keys."""
-        block = math.prod(unit(operation, key, given) for key in sizes)
+        plain = {key: word for key, word in given.items() if key != "grouping"}  # aligned groups get no more room
+        block = math.prod(unit(operation, key, plain) for key in sizes)
         return max(self.max_elements, self.blocks * block)
 
 
@@ -120,7 +121,8 @@ def unit(operation: str, key: str, given: Mapping[str, str]) -> int:
     if operation == "requantize":
         return 128
     if operation in ("gemm", "grouped_gemm"):
-        return {"k": 128, "n": 64, "groups": 2}.get(key, 16)
+        rows = 128 if given.get("grouping") == "contiguous_128" else 16
+        return {"k": 128, "n": 64, "groups": 2}.get(key, rows)
     if operation == "routing":
         return {"experts": 512, "tokens": 50}.get(key, 1)
     if operation == "moe":
@@ -142,6 +144,8 @@ def interesting_sizes(domain: Size, unit: int, room: int) -> tuple[int, ...]:
     sizes = {1, 2, 3, *_PRIMES, *(2**power for power in range(13))}
     for blocks in (1, 2, 3, 4, 5, 8):
         sizes |= {blocks * unit - 1, blocks * unit, blocks * unit + 1}
+    if unit >= 128:  # tiles of a kernel that end a block early
+        sizes |= {blocks * unit + tile for blocks in (0, 1, 2, 4) for tile in (32, 64, 96)}
     if domain.multiple > 1:
         sizes |= {size * domain.multiple for size in sizes}
     most = min(room, domain.most)

@@ -19,7 +19,8 @@ R <= c / (1 - c) Q. What remains is c for each accumulator over n products:
   promoted. The largest exponent is of a product before normalisation, hence at most that of the product's value.
 - ``bf16_split_k``: each of ``split_k`` partial sums is an ``fp32_any`` sum, rounded to BF16 (2^-9), then added by
   split_k - 1 additions that round to BF16 or finer. With R the FP32 error, the conversions err by at most 2^-9 (S + R)
-  together, the additions by c / (1 - c) (Q + R + the former) with c = (split_k - 1) 2^-9.
+  together and 2^-134 each among BF16's subnormal numbers, the additions by c / (1 - c) (Q + R + the former) with
+  c = (split_k - 1) 2^-9.
 - ``hopper_fp8``: see `references.hopper`.
 
 **Subnormal operands.** FP8 units take a subnormal operand with its format's smallest normal exponent, so the largest
@@ -66,6 +67,8 @@ U64 = 2.0**-53
 U32 = 2.0**-24
 U32_TRUNCATING = 2.0**-23
 U_BF16 = 2.0**-9
+LEAST_BF16 = 2.0**-134
+"""Half of BF16's smallest number."""
 LEAST_PRODUCTS = 4
 """Products that an FP32 tensor-core instruction adds at least."""
 F16_PRODUCTS = 16
@@ -182,7 +185,7 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
         inner = inner + (facts.clamped - facts.size).clamp(min=0.0)
     accumulation = inner * gamma(_coefficient(recipe, n, min(a.width, b.width)), 1.0)
     if kind == "bf16_split_k":
-        converted = U_BF16 * (facts.size + scaling + accumulation)
+        converted = U_BF16 * (facts.size + scaling + accumulation) + recipe.split_k * LEAST_BF16
         added = gamma(recipe.split_k - 1, U_BF16) * (inner + accumulation + converted)
         accumulation = accumulation + converted + added
     if scale_roundings(a, b) == 0 and kind in FINE_FACTOR:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuzz.grammar import GRAMMAR
-from fuzz.mutants import correct, dequant, gemm, layout, memory, moe, quant, routing, ue8m0
+from fuzz.mutants import correct, dequant, gemm, layout, legal, memory, moe, probes, quant, routing, ue8m0
 from fuzz.mutants.base import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -17,6 +17,9 @@ MUTANTS: tuple[Mutant, ...] = (
     *memory.MUTANTS,
 )
 """Every mutant, area by area."""
+
+PROBES: tuple[Mutant, ...] = probes.PROBES
+"""Neighbours of the reported faults; they do not count."""
 
 CONFORMANT: tuple[Mutant, ...] = tuple(
     correct.conformant(operation, tuple(GRAMMAR[operation]), answer)
@@ -33,3 +36,6 @@ CONFORMANT: tuple[Mutant, ...] = tuple(
     )
 )
 """What the mutants are changes of, without any change."""
+
+LEGAL: tuple[Mutant, ...] = legal.LEGAL
+"""Further correct implementations, with other recipes."""

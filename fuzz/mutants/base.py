@@ -27,8 +27,9 @@ AREAS = (
     "determinism",
     "gating",
     "robustness",
+    "probe",
 )
-"""The areas of the project's list of historical bugs (docs/power.md)."""
+"""The areas of the project's list of historical bugs (docs/power.md), and that of probes."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Mutant:
     variants: tuple[str, ...]
     answer: Answer
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    choices: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, str | float] = field(default_factory=dict)
     enforced: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class Steps:
     gate_first, limit, factor: what is made of those of the case. ids: the experts that are computed. dispatched: which
     (token, place) pairs of an expert are. up_shard: the expert whose global
     scale W1's up rows are read with. on_input,
-    on_output: whether router weights multiply FC1's input and FC2's output, from where the case wants them. combine:
-    the sum over experts.
+    on_output: whether router weights multiply FC1's input and FC2's output, from where the case wants them. activate:
+    `swiglu`. combine: the sum over experts. x: the quantised activations, FP64.
     """
 
     gate_first: Callable[[bool], bool] = lambda first: first
@@ -51,7 +51,9 @@ class Steps:
     up_shard: Callable[[int], int] = lambda expert: expert
     on_input: Callable[[bool], bool] = lambda wanted: wanted
     on_output: Callable[[bool], bool] = lambda on_input: not on_input
+    activate: Callable[[Tensor, bool, float | None], Tensor] = field(default=lambda *given: swiglu(*given))
     combine: Callable[[Tensor], Tensor] = added
+    x: Tensor | None = None
 
 
 CORRECT = Steps()
@@ -63,7 +65,7 @@ def layer(case: CaseLike, inputs: Inputs, steps: Steps = CORRECT) -> Parts:
     given = activation_scales(inputs)
     experts = case.integer("experts")
     ids, weights = steps.ids(inputs["ids"], experts), inputs["weights"].to(F64)
-    x = quantised(inputs["x"].to(F32), config, given[0])
+    x = quantised(inputs["x"].to(F32), config, given[0]) if steps.x is None else steps.x
     terms = torch.zeros(*ids.shape, x.shape[1], dtype=F64)
     for expert in range(experts):
         rows, places = steps.dispatched((ids == expert).nonzero(as_tuple=True))  # type: ignore[arg-type]
@@ -73,7 +75,7 @@ def layer(case: CaseLike, inputs: Inputs, steps: Steps = CORRECT) -> Parts:
         sums = _to_fp32(x[rows] @ first_weight(config, inputs, expert, steps).T)
         if steps.on_input(config.weight_on_input):
             sums = _to_fp32(sums * factor)
-        h = swiglu(sums, steps.gate_first(config.gate_first), steps.limit(config.limit))
+        h = steps.activate(sums, steps.gate_first(config.gate_first), steps.limit(config.limit))
         w2 = weight(config, inputs, "w2", expert, outer_of(inputs, "w2", expert))
         found = _to_fp32(quantised(h.to(F32), config, given[1]) @ w2.T)
         terms[rows, places] = found * factor if steps.on_output(config.weight_on_input) else found

@@ -110,7 +110,7 @@ def test_routers_in_use_are_kept_as_they_are():
         "topk": "8",
     }
     assert fitted("Llama4", (128, 1, 1, 8), 3, 2**16) == {"experts": "128", "tokens": "3", "topk": "1"}
-    corners = {tuple(corner("DeepSeekV3", index, 2**18).items()) for index in range(len(SHAPES) * len(TOKENS))}
+    corners = {tuple(corner("DeepSeekV3", index, 2**23).items()) for index in range(len(SHAPES) * len(TOKENS))}
     assert len(corners) == len(SHAPES) * len(TOKENS)
 
 
