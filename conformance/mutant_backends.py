@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuzz.grammar import GRAMMAR, Choice
-from fuzz.mutants import MUTANTS
+from fuzz.mutants import MUTANTS, PROBES
 from fuzz.mutants.base import Mutant, Part, Partial, Racing
 from references.backend import Claim
 from references.recipes import Recipe
@@ -93,5 +93,5 @@ def _known(mutant: Mutant, variant: str) -> dict[str, tuple[str, ...]]:
 
 
 def backends() -> Iterable[MutantBackend]:
-    """Every mutant."""
-    return [MutantBackend(mutant) for mutant in MUTANTS]
+    """Every mutant and every probe."""
+    return [MutantBackend(mutant) for mutant in (*MUTANTS, *PROBES)]

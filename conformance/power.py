@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -19,6 +19,7 @@ from conformance.messages import CallReply, JudgeReply
 from conformance.mutant_backends import MutantBackend
 from conformance.operations import OPERATIONS
 from conformance.power_checks import seen_by
+from conformance.power_smaller import smaller
 from conformance.verdicts import Subject, beyond_claims, call_sequence, decide, to_judge
 from conformance.worker_backend import Callee
 from conformance.worker_oracle import Oracle
@@ -43,7 +44,8 @@ class Hunt:
 
     cases, seconds: until the first catch, or in all; seconds of processor time, which other work does not stretch.
     check: what caught it: the part, with the verdict unless it is ``wrong``; empty if nothing did. case, message: of
-    the catch. others: other check -> whether it saw that answer.
+    the catch. smallest: a smaller case that is caught in the same way (`shrunk`), empty before. others: other check ->
+    whether it saw that answer.
     """
 
     mutant: Mutant
@@ -53,6 +55,7 @@ class Hunt:
     check: str = ""
     case: str = ""
     message: str = ""
+    smallest: str = ""
     others: Mapping[str, bool] = field(default_factory=dict)
 
     @property
@@ -63,9 +66,7 @@ class Hunt:
 
 def hunt(mutant: Mutant, seed: int, *, cases: int = CASES, budget: float = BUDGET) -> Hunt:
     """Search until something catches the mutant, the plan ends or the budget is spent (the plan costs nothing)."""
-    backend = MutantBackend(mutant)
-    claims = {claim.variant: claim for claim in backend.claims("cpu")}
-    callee, oracle = Callee("fuzz.mutants", {backend.name: backend}, "cpu"), Oracle("cpu")
+    backend, claims, callee, oracle = _seated(mutant)
     plan = [case for case in _plan(mutant.operation, mutant.variants, cases, seed) if _called(claims, case)]
     started = time.process_time()
     count = 0
@@ -78,7 +79,7 @@ def hunt(mutant: Mutant, seed: int, *, cases: int = CASES, budget: float = BUDGE
         if failing is None:
             continue
         seconds = time.process_time() - started
-        check = failing.part if failing.verdict == "wrong" else f"{failing.part} {failing.verdict}"
+        check = _check(failing)
         return Hunt(
             mutant=mutant,
             seed=seed,
@@ -90,6 +91,32 @@ def hunt(mutant: Mutant, seed: int, *, cases: int = CASES, budget: float = BUDGE
             others=_others(case, first),
         )
     return Hunt(mutant=mutant, seed=seed, cases=count, seconds=time.process_time() - started)
+
+
+def shrunk(item: Hunt) -> Hunt:
+    """A catch with a smaller case beside its own."""
+    if not item.caught:
+        return item
+    backend, claims, callee, oracle = _seated(item.mutant)
+
+    def fails(case: Case) -> bool:
+        if not _called(claims, case):
+            return False
+        records, _ = judged(case, backend, claims[case.variant], callee, oracle)
+        failing = next((record for record in records if record.failing), None)
+        return failing is not None and _check(failing) == item.check
+
+    return replace(item, smallest=smaller(Case.parse(item.case), fails).text)
+
+
+def _seated(mutant: Mutant) -> tuple[MutantBackend, dict[str, Claim], Callee, Oracle]:
+    backend = MutantBackend(mutant)
+    claims = {claim.variant: claim for claim in backend.claims("cpu")}
+    return backend, claims, Callee("fuzz.mutants", {backend.name: backend}, "cpu"), Oracle("cpu")
+
+
+def _check(failing: Record) -> str:
+    return failing.part if failing.verdict == "wrong" else f"{failing.part} {failing.verdict}"
 
 
 def clean(mutant: Mutant, seed: int, *, cases: int) -> Hunt:

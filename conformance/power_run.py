@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from conformance import power_score
+from conformance import power_html, power_score
 from conformance.discover import UsageError
-from conformance.power import Hunt, hunts
+from conformance.power import Hunt, hunts, shrunk
 from conformance.power_checks import CHECKS
-from fuzz.mutants import CONFORMANT, MUTANTS
+from fuzz.mutants import CONFORMANT, MUTANTS, PROBES
 from fuzz.mutants.base import Mutant
 
 
@@ -22,7 +22,8 @@ class Settings:
     """What to search for, and how long.
 
     areas, families: restrict to these; all if empty. seeds: of the plans. cases: for each operation x variant.
-    budget: seconds for one mutant under one seed. out: where power.md goes. record: write the score to ``score``.
+    budget: seconds for one mutant under one seed. out: where power.md and power.html go. record: write the
+    score to ``score``.
     """
 
     areas: tuple[str, ...]
@@ -38,15 +39,15 @@ class Settings:
 def chosen(settings: Settings) -> list[Mutant]:
     """The mutants to search for. Raises `UsageError`."""
     for word, wanted, known in (
-        ("area", settings.areas, {mutant.area for mutant in MUTANTS}),
-        ("family", settings.families, {mutant.family for mutant in MUTANTS}),
+        ("area", settings.areas, {mutant.area for mutant in (*MUTANTS, *PROBES)}),
+        ("family", settings.families, {mutant.family for mutant in (*MUTANTS, *PROBES)}),
     ):
         for name in wanted:
             if name not in known:
                 raise UsageError(f"unknown {word} {name!r}; known: {', '.join(sorted(known))}")
     found = [
         mutant
-        for mutant in MUTANTS
+        for mutant in (*MUTANTS, *PROBES)
         if (not settings.areas or mutant.area in settings.areas)
         and (not settings.families or mutant.family in settings.families)
     ]
@@ -58,7 +59,7 @@ def chosen(settings: Settings) -> list[Mutant]:
 def run(settings: Settings, console: Console) -> int:
     """0 if nothing is lost and nothing conformant raises an alarm, else 1."""
     mutants = chosen(settings)
-    if settings.record and len(mutants) < len(MUTANTS):
+    if settings.record and len(mutants) < len(MUTANTS) + len(PROBES):
         raise UsageError("--record takes every area and family, so that the record stays whole")
     recorded = None if settings.record else power_score.read(settings.score)
     torch.set_num_threads(1)
@@ -66,15 +67,17 @@ def run(settings: Settings, console: Console) -> int:
     limits = {"cases": settings.cases, "budget": settings.budget}
     found: list[Hunt] = []
     for mutant in mutants:
-        found += hunts([mutant], settings.seeds, cases=settings.cases, budget=settings.budget)
-        group = found[-len(settings.seeds) :]
+        group = hunts([mutant], settings.seeds, cases=settings.cases, budget=settings.budget)
+        worst = power_score.slowest(group)
+        found += [shrunk(item) if item is worst else item for item in group]
         missed = [str(item.seed) for item in group if not item.caught]
         outcome = f"escapes under seed {', '.join(missed)}" if missed else f"caught by {group[-1].check}"
         console.print(f"{mutant.area} {mutant.family}: {outcome}", markup=False, highlight=False, soft_wrap=True)
     controls = [item for item in CONFORMANT if item.operation in operations]
     alarms = hunts(controls, settings.seeds, cases=settings.cases, budget=settings.budget)
     score = power_score.score_of(found, {"seeds": list(settings.seeds), **limits})
-    _write(settings, power_score.markdown(found, alarms, score))
+    _write(settings.out, "power.md", power_score.markdown(found, alarms, score))
+    _write(settings.out, "power.html", power_html.page(found, score))
     console.print(_table(found))
     loud = [item for item in alarms if item.caught]
     problems = [f"alarm on a correct {item.mutant.operation}: {item.case}: {item.message}" for item in loud]
@@ -84,21 +87,22 @@ def run(settings: Settings, console: Console) -> int:
         settings.score.write_text(power_score.to_toml(score), encoding="utf-8")
     count = sum(item.cases for item in alarms)
     for line in (
-        *power_score.summary(score),
+        *power_score.summary(score, found),
         f"{count} cases of correct implementations, {len(loud)} alarms",
         *problems,
         str(settings.out / "power.md"),
+        str(settings.out / "power.html"),
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 1 if problems else 0
 
 
-def _write(settings: Settings, text: str) -> None:
+def _write(out: Path, name: str, text: str) -> None:
     try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-        (settings.out / "power.md").write_text(text, encoding="utf-8")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--out {settings.out}: {error.strerror}") from None
+        raise UsageError(f"--out {out}: {error.strerror}") from None
 
 
 def _table(found: list[Hunt]) -> Table:

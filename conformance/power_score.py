@@ -6,13 +6,20 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any
 
 from conformance.discover import UsageError
 from conformance.power import Hunt
 from conformance.power_checks import CHECKS
 
+NAMES = {"allclose": "allclose 1e-2", "flashinfer": "FlashInfer fuzz", "calc_diff": "calc_diff", "cosine": "cosine"}
+"""What tables call the other checks."""
 DEFAULT = Path(__file__).parent / "power_score.toml"
+
+
+PROBES = "probe"
+"""The area that does not count."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +96,28 @@ def tally(families: Mapping[str, bool]) -> str:
     return f"{sum(families.values())}/{len(families)}"
 
 
-def summary(score: Score) -> list[str]:
-    """One line an area, and one for all of them."""
-    total = {f"{area} {family}": caught for area, found in score.areas.items() for family, caught in found.items()}
-    return [*(f"{area}: {tally(found)}" for area, found in score.areas.items()), f"all: {tally(total)}"]
+def summary(score: Score, hunts: Sequence[Hunt] = ()) -> list[str]:
+    """One line an area, one for all of them (probes apart), and from hunts the median time and the other checks."""
+    counted = {area: found for area, found in score.areas.items() if area != PROBES}
+    total = {f"{area} {family}": caught for area, found in counted.items() for family, caught in found.items()}
+    lines = [f"{area}: {tally(found)}" for area, found in score.areas.items()]
+    share = f" ({sum(total.values()) / len(total):.1%})" if total else ""
+    lines.append(f"all{' but probes' if PROBES in score.areas else ''}: {tally(total)}{share}")
+    caught = [item for item in hunts if item.caught and item.mutant.area != PROBES]
+    if caught:
+        seconds, cases = [item.seconds for item in caught], [item.cases for item in caught]
+        typical = f"median {median(seconds):.2f} s and case {median_low(cases)}"
+        lines.append(f"first catch: {typical}, slowest {max(seconds):.1f} s and case {max(cases)}")
+        known = [item for item in caught if item.others]
+        seen_ = (f"{NAMES[name]} {sum(item.others.get(name, False) for item in known)}" for name in CHECKS)
+        lines.append(f"of {len(known)} answers that were caught other checks saw: {', '.join(seen_)}")
+    return lines
 
 
 def markdown(hunts: Sequence[Hunt], alarms: Sequence[Hunt], score: Score) -> str:
     """The whole table: a row for each family, its slowest seed where it is caught."""
-    names = {"allclose": "allclose 1e-2", "flashinfer": "FlashInfer fuzz", "calc_diff": "calc_diff", "cosine": "cosine"}
     seeds = len({item.seed for item in hunts})
-    lines = ["# Detection power", "", *(f"- {line}" for line in summary(score)), ""]
+    lines = ["# Detection power", "", *(f"- {line}" for line in summary(score, hunts)), ""]
     head = [
         "family",
         "area",
@@ -108,8 +126,8 @@ def markdown(hunts: Sequence[Hunt], alarms: Sequence[Hunt], score: Score) -> str
         "cases",
         "seconds",
         "check",
-        *(names[name] for name in CHECKS),
-        "case",
+        *(NAMES[name] for name in CHECKS),
+        "smaller case",
     ]
     lines += [_row(head), _row(["---"] * len(head))]
     for group in by_mutant(hunts):
@@ -117,7 +135,12 @@ def markdown(hunts: Sequence[Hunt], alarms: Sequence[Hunt], score: Score) -> str
         found = [item for item in group if item.caught]
         cells = [about.family, about.area, about.source, f"{len(found)} of {seeds}", str(worst.cases)]
         cells += [f"{worst.seconds:.2f}", worst.check or "-", *(seen(worst, name) for name in CHECKS)]
-        lines.append(_row([*cells, f"`{worst.case}`" if worst.case else "-"]))
+        lines.append(_row([*cells, f"`{worst.smallest or worst.case}`" if worst.case else "-"]))
+    lines += [
+        "",
+        "A line that shows a row again: `nox -s repro -- 'CASE' --plugin conformance.mutant_backends --backend",
+    ]
+    lines[-1] += " mutant_FAMILY`."
     lines += ["", "Conformant implementations under the same budgets:", ""]
     lines += [_row(["operation", "seed", "cases", "seconds", "alarm"]), _row(["---"] * 5)]
     for item in alarms:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,16 @@ from conformance.cli import main
 from conformance.discover import UsageError
 from conformance.journal import read_records
 from conformance.mutant_backends import MutantBackend, backends
-from conformance.power import Hunt, hunt
+from conformance.operations import OPERATIONS
+from conformance.power import Hunt, hunt, shrunk
 from conformance.power_checks import CHECKS, seen_by
+from conformance.power_html import page
+from conformance.power_smaller import smaller
 from fuzz.case import Case
-from fuzz.mutants import CONFORMANT, MUTANTS
+from fuzz.inputs import build
+from fuzz.mutants import CONFORMANT, LEGAL, MUTANTS, PROBES
 from fuzz.mutants.base import Mutant
+from references.recipes import Recipe
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +57,7 @@ GATE = {
 def test_the_record_knows_every_mutant() -> None:
     recorded = power_score.read(power_score.DEFAULT)
     known = {(area, family) for area, families in recorded.areas.items() for family in families}
-    assert known == {(mutant.area, mutant.family) for mutant in MUTANTS}
+    assert known == {(mutant.area, mutant.family) for mutant in (*MUTANTS, *PROBES)}
 
 
 @pytest.mark.parametrize(("family", "check"), GATE.items())
@@ -69,6 +75,55 @@ def test_a_correct_implementation_raises_no_alarm(mutant: Mutant) -> None:
     found = hunt(mutant, 1, cases=2)
     assert not found.caught, f"{found.case}: {found.message}"
     assert found.cases == 2 * len(mutant.variants)
+
+
+@pytest.mark.parametrize("mutant", LEGAL, ids=lambda mutant: mutant.family)
+def test_a_legal_choice_raises_no_alarm(mutant: Mutant) -> None:
+    found = hunt(mutant, 1, cases=4)
+    assert not found.caught, f"{found.case}: {found.message}"
+    assert found.cases
+
+
+def test_partial_sums_round_among_the_subnormal_numbers_of_bf16() -> None:
+    mutant = next(item for item in LEGAL if item.family == "legal-gemm-split-k")
+    words = "k=514 layout=mn_major m=17 n=90 out=fp32 scale=fp32 values=subnormal"
+    case = Case.parse(f"gemm deepseek_fp8 v=1 {words} seed=9")
+    inputs = build(case)
+    output = mutant.answer(case, inputs)["output"]
+    assert isinstance(output, torch.Tensor)
+    recipe = Recipe(source="a test", accumulator="bf16_split_k", split_k=3)
+    assert {part.verdict for part in OPERATIONS["gemm"].judge(case, inputs, {"output": output}, recipe)} == {"pass"}
+    doubled = {"output": 2 * output}
+    assert OPERATIONS["gemm"].judge(case, inputs, doubled, recipe)[0].verdict == "wrong"
+
+
+def test_a_catch_shrinks_to_a_smaller_case_that_is_caught_alike() -> None:
+    found = shrunk(hunt(BY_FAMILY["gemm-trailing-scale-block-dropped"], 1))
+    small = Case.parse(found.smallest)
+    assert (small.integer("m"), small.integer("n"), small.integer("k") % 128 % 32, small.seed) == (1, 1, 0, 0)
+    assert shrunk(Hunt(mutant=CONFORMANT[0], seed=1, cases=1, seconds=0.0)).smallest == ""
+
+
+def test_smaller_cases_keep_what_matters() -> None:
+    case = Case.parse("scale_layout k_major v=1 cols=9 direction=unpack rows=40 values=nonfinite seed=7")
+    kept = smaller(case, lambda item: item.integer("rows") >= 5 and item["direction"] == "unpack")
+    assert kept.text == "scale_layout k_major v=1 cols=1 direction=unpack rows=5 values=index seed=0"
+    assert smaller(case, lambda item: True, tries=1).integer("cols") == 1
+
+
+def test_the_picture_has_a_cell_for_every_seed_and_check() -> None:
+    text = page(some_hunts(), power_score.score_of(some_hunts(), {}))
+    assert text.count("<rect") == 2 * (2 + len(CHECKS))
+    assert text.count('class="missed"') == 1
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_alarms_count_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "--alarms", "100", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    count = int(re.search(r"(\d+) cases of \d+ correct implementations, 0 alarms", said)[1])  # type: ignore[index]
+    assert count >= 100
+    assert f"**{count} cases, 0 alarms.**" in (tmp_path / "alarms.md").read_text()
 
 
 def test_a_budget_ends_a_search() -> None:
@@ -115,7 +170,7 @@ def some_hunts() -> list[Hunt]:
 def test_a_family_is_caught_under_every_seed_or_not_at_all() -> None:
     score = power_score.score_of(some_hunts(), {})
     assert score.areas == {"dequant": {"e8m0-code-0-lost": True}, "layout": {"transposed-scales": False}}
-    assert power_score.summary(score) == ["dequant: 1/1", "layout: 0/1", "all: 1/2"]
+    assert power_score.summary(score) == ["dequant: 1/1", "layout: 0/1", "all: 1/2 (50.0%)"]
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
@@ -163,7 +218,7 @@ def test_the_command_holds_the_score(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_mutants_are_backends_by_plugin_only(tmp_path: Path) -> None:
-    assert [backend.name for backend in backends()] == [f"mutant_{mutant.family}" for mutant in MUTANTS]
+    assert [backend.name for backend in backends()] == [f"mutant_{mutant.family}" for mutant in (*MUTANTS, *PROBES)]
     assert list(MutantBackend(MUTANTS[0]).claims("cuda:0")) == []
     case = "scale_layout k_major v=1 cols=3 direction=unpack rows=2 values=index seed=0"
     words = ["run", "--plugin", "conformance.mutant_backends", "--backend", "mutant_transposed-scales", "--jobs", "1"]
