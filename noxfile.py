@@ -97,6 +97,12 @@ def gating(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def environments(session: nox.Session) -> None:
+    """Interpreters for libraries with pins of their own: nox -s environments -- sglang flashinfer==0.7.2.post1."""
+    python(session, "-m", "conformance", "environments", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Throughput of the references beside a memory copy and other libraries' references, in one run."""
     python(session, "-m", "benchmarks.throughput", *session.posargs)

@@ -284,6 +284,18 @@ def power(
 
 
 @app.command()
+def environments(
+    library: Annotated[list[str], typer.Argument(metavar="NAME[==VERSION]...", help="Such as sglang, flashinfer.")],
+) -> int:
+    """Make an interpreter with a library from the package index, and enter it in conformance.toml."""
+    from conformance import environment_table
+
+    for name, python in environment_table.make(library).items():
+        print(f'{name} = "{python}"')
+    return 0
+
+
+@app.command()
 def report(directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a run.")]) -> int:
     """Make every file of a run again from its records.jsonl."""
     described = read_run(directory)

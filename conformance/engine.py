@@ -258,7 +258,7 @@ class Engine:
         planned = sum(map(len, shares))
         todo = [(target, case) for target, share in zip(self._targets, shares, strict=True) for case in share]
         self._progress.start(sum(target.key(case) not in done and target.covers(case) for target, case in todo))
-        self._ends = math.inf if self.limits.budget is None else time.monotonic() + self.limits.budget
+        self._ends = math.inf  # until the first call
         work: dict[tuple[str, str], list[tuple[Target, Sequence[Case]]]] = {}
         for target, share in zip(self._targets, shares, strict=True):
             name = target.description.backend, target.description.device
@@ -304,6 +304,12 @@ class Engine:
         with self._mutex:
             self._stopped = self._stopped or why
         self._stop.set()
+
+    def calling(self) -> None:
+        """A backend is about to be called; the budget counts from the first time on."""
+        with self._mutex:
+            if self.limits.budget is not None and math.isinf(self._ends):
+                self._ends = time.monotonic() + self.limits.budget
 
     def stopping(self) -> bool:
         """Whether nothing new may start."""
@@ -427,6 +433,7 @@ class _Driver:
             with engine.slots:
                 if engine.stopping():
                     return
+                engine.calling()
                 engine.journal.launching(target.key(case))
                 calls = self._call(case)
             self._deaths[group] += verdicts.died(calls.replies)

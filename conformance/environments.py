@@ -69,7 +69,7 @@ def create(release: Release, folder: Path = FOLDER, *, python: str = sys.executa
     if (place / STAMP).is_file():
         return own
     try:
-        _make(place, python, own)
+        lay_over(place, python, own)
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror or error}") from None
     command = ["--python", own, "install", "--quiet", "--no-input", *["--no-deps"] * (not dependencies), str(release)]
@@ -120,7 +120,8 @@ def _tag(python: str, dependencies: bool) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _make(place: Path, python: str, own: str) -> None:
+def lay_over(place: Path, python: str, own: str) -> None:
+    """Make an empty environment at ``place``, with ``own`` as its interpreter, over another. Raises `UsageError`."""
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     sites = json.loads(_run([python, "-I", "-c", _SITES], f"{python} does not run"))

@@ -204,7 +204,8 @@ class Run:
         for line in headline(records, self._description):
             self._say(line)
         if result.stopped:
-            self._say(f"stopped ({result.stopped}) after {result.settled} of {result.planned} (case, backend) pairs")
+            far = f"after {result.settled} of {result.planned} (case, backend) pairs"
+            self._say(f"stopped ({result.stopped}) {far}; go on with --resume")
         for line in failure_lines(records, self._settings.plugins):
             self._say(line)
         for path in [self._out.path / journal.RECORDS, *paths.values()]:
