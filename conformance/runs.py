@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance import journal, planning, sweeps
+from conformance import journal, planning, sanitizer, sweeps
 from conformance.discover import UsageError
 from conformance.engine import Engine, HarnessError, Limits, Oracles, RunResult, Target
 from conformance.journal import Journal, OutDirectory
@@ -207,6 +207,8 @@ class Run:
             far = f"after {result.settled} of {result.planned} (case, backend) pairs"
             self._say(f"stopped ({result.stopped}) {far}; go on with --resume")
         for line in failure_lines(records, self._settings.plugins):
+            self._say(line)
+        for line in sanitizer.after_crashes(records, self._out.path, self._settings.plugins):
             self._say(line)
         for path in [self._out.path / journal.RECORDS, *paths.values()]:
             self._say(str(path))
