@@ -30,6 +30,8 @@ MODULES = (
     "fp4_quantization_90",
     "quantization",
 )
+HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand", "nvrtc.h": "nvidia-cuda-nvrtc"}
+"""Headers that small CUDA toolkits lack, and the wheels that hold them."""
 USED = (
     "flashinfer",
     "flashinfer.fused_moe.fused_routing_dsv3",
@@ -124,6 +126,11 @@ def add_missing_parts(toolkit: Path, scratch: Path) -> None:
         for library in (wheel / "lib").glob("libnvrtc.so.*"):
             with suppress(FileExistsError):
                 (scratch / "lib" / "libnvrtc.so").symlink_to(library)
+    given = [Path(entry) for entry in os.environ.get("CPATH", "").split(os.pathsep) if entry]
+    places = [toolkit / "include", scratch / "include", *given]
+    lacking = [wheel for header, wheel in HEADERS.items() if not any((place / header).exists() for place in places)]
+    if lacking:
+        raise LookupError(f"{toolkit} lacks headers that FlashInfer includes: pip install {' '.join(lacking)}")
     compiler = shutil.which("c++")
     if compiler is None:
         raise LookupError("no C++ compiler (c++)")
