@@ -6,7 +6,8 @@ Tensors travel beside these messages as raw buffers (see ``conformance.frames``)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 CallStatus = Literal["ok", "refused", "error", "oom", "crash", "hang"]
@@ -20,6 +21,15 @@ class Wire:
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+
+INPUT = "input:"
+"""What the names of explicit inputs start with on the wire, where outputs may have the same names."""
+
+
+def as_inputs(wires: Sequence[Wire]) -> tuple[Wire, ...]:
+    """Explicit inputs under the names that they travel with."""
+    return tuple(replace(wire, name=INPUT + wire.name) for wire in wires)
 
 
 @dataclass(frozen=True, kw_only=True)

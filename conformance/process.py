@@ -28,7 +28,7 @@ from typing import Any, Self
 from conformance import process_watch as watch
 from conformance.frames import EndOfStreamError, Frame, FrameError, read_frame, write_frame
 from conformance.launch import BackendSource, spawn
-from conformance.messages import CallReply, CallStatus, Description, JudgeReply, Wire
+from conformance.messages import CallReply, CallStatus, Description, JudgeReply, Wire, as_inputs
 from conformance.process_replies import call_reply, descriptions, judge_reply, names
 
 TICK = 0.02
@@ -131,11 +131,14 @@ class Worker:
         """What the source's backends say of themselves on this device. Raises `WorkerFailed`."""
         return descriptions(self._ask({"do": "describe"}, deadline).message["value"])
 
-    def call(self, case: str, backend: str, options: Mapping[str, str], deadline: float) -> CallReply:
+    def call(
+        self, case: str, backend: str, options: Mapping[str, str], deadline: float, inputs: Sequence[Wire] = ()
+    ) -> CallReply:
         """Call a backend once. Every failure of the backend is a reply.
 
         options: call options; ``poison`` is ``nan`` or ``finite``. deadline: seconds from an imported source to the
-        whole answer. Raises `WorkerFailed` where no fresh worker starts or the harness itself fails.
+        whole answer. inputs: explicit ones instead of the case's own. Raises `WorkerFailed` where no fresh worker
+        starts or the harness itself fails.
         """
         request = {"do": "call", "case": case, "backend": backend, "options": dict(options)}
         with self._busy:
@@ -143,7 +146,7 @@ class Worker:
             try:
                 self._ensure()
                 started = time.monotonic()
-                frame = self._exchange(request, (), deadline)
+                frame = self._exchange(request, as_inputs(inputs), deadline)
                 reply = call_reply(frame)
             except _Ended as end:
                 return CallReply(status=end.status, message=str(end), seconds=time.monotonic() - started)
@@ -156,14 +159,23 @@ class Worker:
                 self.stop()  # the device's context is broken for every later call of this process
             return reply
 
-    def judge(self, case: str, recipe: Mapping[str, Any], outputs: Sequence[Wire], deadline: float) -> JudgeReply:
-        """Judge the outputs of a call. Raises `JudgeFailed`, or `WorkerFailed` where no fresh worker starts."""
+    def judge(
+        self,
+        case: str,
+        recipe: Mapping[str, Any],
+        outputs: Sequence[Wire],
+        deadline: float,
+        inputs: Sequence[Wire] = (),
+    ) -> JudgeReply:
+        """Judge the outputs of a call; inputs: explicit ones instead of the case's own.
+
+        Raises `JudgeFailed`, or `WorkerFailed` where no fresh worker starts.
+        """
         with self._busy:
             try:
                 self._ensure()
-                return judge_reply(
-                    self._exchange({"do": "judge", "case": case, "recipe": dict(recipe)}, outputs, deadline)
-                )
+                request = {"do": "judge", "case": case, "recipe": dict(recipe), "inputs": len(inputs)}
+                return judge_reply(self._exchange(request, (*as_inputs(inputs), *outputs), deadline))
             except _Ended as end:
                 raise JudgeFailed(end.status, f"oracle: '{case}': {end}") from None
             except _Refused as error:

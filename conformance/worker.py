@@ -18,6 +18,7 @@ from conformance.frames import EndOfStreamError, Frame, FrameError, read_frame, 
 from conformance.messages import Wire
 from conformance.worker_backend import Callee
 from conformance.worker_errors import ReportedError, one_line
+from conformance.worker_inputs import plain_names
 from conformance.worker_oracle import Oracle
 from conformance.worker_source import describe, load
 
@@ -50,12 +51,14 @@ class Server:
         return [describe(callee.label, backend, self._device) for backend in callee.backends.values()], ()
 
     def call(self, request: Mapping[str, Any], tensors: Sequence[Wire]) -> Answer:
-        """One ``CallReply``, its outputs beside it."""
-        return self._loaded().call(request["case"], request["backend"], request["options"])
+        """One ``CallReply``, its outputs beside it; tensors are explicit inputs."""
+        return self._loaded().call(request["case"], request["backend"], request["options"], plain_names(tensors))
 
     def judge(self, request: Mapping[str, Any], tensors: Sequence[Wire]) -> Answer:
-        """One ``JudgeReply``."""
-        return self._oracle.judge(request["case"], request["recipe"], tensors), ()
+        """One ``JudgeReply``; the first ``inputs`` tensors are explicit inputs."""
+        count = request.get("inputs", 0)
+        given, outputs = plain_names(tensors[:count]), tensors[count:]
+        return self._oracle.judge(request["case"], request["recipe"], outputs, given), ()
 
     def _loaded(self) -> Callee:
         if self._callee is None:

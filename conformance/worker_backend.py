@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +16,7 @@ from conformance import call_options
 from conformance.messages import CallReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, flat, is_out_of_memory, one_line
+from conformance.worker_inputs import explicit
 from conformance.worker_tensors import POISONS, Buffers, move, storage_bytes, to_wire, unsendable
 from fuzz.case import Case
 from fuzz.hashing import sha256_of
@@ -37,12 +38,12 @@ class Callee:
         self._kept: tuple[str, str, dict[str, Tensor]] | None = None
         self._earlier: tuple[str, dict[str, Tensor]] | None = None
 
-    def call(self, text: str, name: str, options: Mapping[str, str]) -> Reply:
+    def call(self, text: str, name: str, options: Mapping[str, str], given: Sequence[Wire] = ()) -> Reply:
         """A ``CallReply`` as plain data and its outputs.
 
-        options: ``poison`` is ours (``nan`` or ``finite``, ``nan`` if absent), so are those of ``call_options``; the
-        others reach the backend. A reply with ``lost`` says that the device's context is beyond repair and this process
-        useless.
+        given: explicit inputs instead of the case's own. options: ``poison`` is ours (``nan`` or ``finite``, ``nan`` if
+        absent), so are those of ``call_options``; the others reach the backend. A reply with ``lost`` says that the
+        device's context is beyond repair and this process useless.
         Raises `ReportedError` where not the backend but the harness failed.
         """
         backend = self.backends.get(name)
@@ -58,12 +59,12 @@ class Callee:
             raise ReportedError(str(error)) from None
         torch.set_default_dtype(torch.float32)  # a backend may have left another behind
         try:
-            digest, inputs = self._inputs(case)
+            digest, inputs = self._inputs(case, given)
             laid = call_options.strided if "inputs" in carried else _as_it_is
             on_device = {key: laid(move(tensor, self._device)) for key, tensor in inputs.items()}
             before = {key: storage_bytes(tensor).clone() for key, tensor in on_device.items()} if carried else {}
             others = self._others(case, carried, laid)
-            earlier = self._sister(case) if not carried and call_options.is_refilled(case) else None
+            earlier = self._sister(case) if not carried and not given and call_options.is_refilled(case) else None
             buffers = Buffers(OPERATIONS[case.operation].outputs(case), self._device, poison)
         except BaseException as error:
             if not is_out_of_memory(error):
@@ -91,13 +92,13 @@ class Callee:
             reply, outputs = CallReply(status="error", message=overrun, seconds=reply.seconds), ()
         return _reply(reply, outputs, input_sha256=digest, inputs_changed=changed)
 
-    def _inputs(self, case: Case) -> tuple[str, dict[str, Tensor]]:
+    def _inputs(self, case: Case, given: Sequence[Wire]) -> tuple[str, dict[str, Tensor]]:
         """The inputs on the CPU and their hash; those of the last case are kept, and `_changed` watches over them."""
-        if self._kept is not None and self._kept[0] == case.text:
+        if not given and self._kept is not None and self._kept[0] == case.text:
             return self._kept[1], self._kept[2]
         self._kept = None
-        inputs = OPERATIONS[case.operation].inputs(case)
-        self._kept = (case.text, sha256_of(inputs), inputs)
+        inputs = explicit(case, given) if given else OPERATIONS[case.operation].inputs(case)
+        self._kept = ("" if given else case.text, sha256_of(inputs), inputs)
         return self._kept[1], inputs
 
     def _sister(self, case: Case) -> dict[str, Tensor]:

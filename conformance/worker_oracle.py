@@ -12,6 +12,7 @@ from torch import Tensor
 from conformance.messages import JudgeReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.operations.checks import canonical, check_outputs
+from conformance.worker_inputs import explicit
 from conformance.worker_tensors import from_wire, move
 from fuzz.case import Case
 from fuzz.hashing import sha256_of
@@ -32,15 +33,17 @@ class Oracle:
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[str, tuple[str, dict[str, Tensor], int]] = OrderedDict()
 
-    def judge(self, text: str, recipe: Mapping[str, Any], wires: Sequence[Wire]) -> dict[str, Any]:
-        """A ``JudgeReply`` as plain data.
+    def judge(
+        self, text: str, recipe: Mapping[str, Any], wires: Sequence[Wire], given: Sequence[Wire] = ()
+    ) -> dict[str, Any]:
+        """A ``JudgeReply`` as plain data. given: explicit inputs instead of the case's own.
 
         Parts that are missing, unknown or of another shape or dtype are ``wrong``; if a part of the contract is among
         them, the values of the others are not judged, since earlier parts condition later ones.
         """
         case = Case.parse(text)
         operation = OPERATIONS[case.operation]
-        digest, inputs = self._inputs(case)
+        digest, inputs = self._explicit(case, given) if given else self._inputs(case)
         outputs = {wire.name: from_wire(wire) for wire in wires}
         specs = operation.outputs(case)
         problems = check_outputs(specs, outputs)
@@ -54,6 +57,11 @@ class Oracle:
                 for verdict in operation.judge(case, inputs, parts, Recipe.from_json(dict(recipe)))
             ]
         return asdict(JudgeReply(input_sha256=digest, parts=[asdict(verdict) for verdict in (*verdicts, *problems)]))
+
+    def _explicit(self, case: Case, given: Sequence[Wire]) -> tuple[str, dict[str, Tensor]]:
+        inputs = explicit(case, given)
+        digest = sha256_of(inputs)
+        return digest, {name: move(tensor, self._device) for name, tensor in inputs.items()}
 
     def _inputs(self, case: Case) -> tuple[str, dict[str, Tensor]]:
         kept = self._kept.get(case.text)

@@ -1,0 +1,270 @@
+"""Two-level shrinking: a failing case to a simpler one, then its inputs to the few elements that matter.
+
+A `Probe` answers what a case's records are, with the case's own inputs or with explicit ones: in this process for our
+own functions (`LocalProbe`), in isolated workers for everything else (`conformance.probe.WorkerProbe`). A candidate
+counts only if it fails as the first one did: `Cause`. Torch is imported here, CUDA is never initialised.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from conformance.messages import CallReply, JudgeReply, Wire
+from conformance.operations import OPERATIONS
+from conformance.verdicts import Subject, call_sequence, decide, to_judge
+from conformance.worker_backend import Callee
+from conformance.worker_oracle import Oracle
+from conformance.worker_tensors import to_wire
+from fuzz.case import Case
+from fuzz.shrink_case import Budget, shrink_case
+from fuzz.shrink_inputs import ENOUGH, differing, reduce_inputs
+from references.backend import Backend, Claim
+from reports.record import Record
+
+TRIES, SECONDS = 3000, 30.0
+"""Budget of one shrinking, unless another is given."""
+LEVEL_ONE = 0.3
+"""Share of the budget that level one may spend."""
+FLAKY_TRIES = 4
+"""How often a candidate may fail to fail where the fault is one that comes and goes."""
+MAX_ELEMENTS = 2**22
+"""Elements of the inputs up to which level two is tried."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """In which way a case fails; what shrinking keeps.
+
+    kind: what a message tells beyond the verdict: ``form`` (missing, shape, dtype), ``unwritten`` (depends on the
+    buffer), ``inputs`` (wrote them), for a call the exception or signal; empty for values outside the admissible set.
+    stage: the largest source of the worst element's radius, empty without one. ledger_id: of the known failure.
+    """
+
+    part: str
+    verdict: str
+    kind: str = ""
+    stage: str = ""
+    ledger_id: str = ""
+
+    @property
+    def text(self) -> str:
+        """Part, verdict and what else there is in a few words."""
+        words = [self.part, self.verdict, self.kind, f"stage {self.stage}" if self.stage else ""]
+        return " ".join(filter(None, words))
+
+
+class Probe(Protocol):
+    """Answers for one backend."""
+
+    def covers(self, case: Case) -> bool:
+        """Whether the backend claims a case."""
+
+    def records(self, case: Case, inputs: Sequence[Wire] = ()) -> list[Record]:
+        """The records of a case, on explicit inputs if there are any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shrunk:
+    """What is left of a failing case.
+
+    origin: the case before. text_case: level one's result, which fails with its own inputs. case, inputs: level two's:
+    explicit inputs of ``case``; None where they could not be reduced. differing: elements of the inputs that differ
+    from their simplest value, of ``elements``; by_input: the same by input. note: why ``differing`` is above 64, or why
+    there was no level two; empty otherwise.
+    """
+
+    origin: Case
+    text_case: Case
+    case: Case
+    inputs: Mapping[str, Tensor] | None
+    cause: Cause
+    record: Record
+    differing: int
+    elements: int
+    by_input: Mapping[str, int]
+    tries: int
+    seconds: float
+    exhausted: bool
+    note: str = ""
+
+    @property
+    def wires(self) -> tuple[Wire, ...]:
+        """The explicit inputs as they travel; none where the case's own are meant."""
+        return () if self.inputs is None else tuple(to_wire(name, tensor) for name, tensor in self.inputs.items())
+
+
+def cause_of(records: Sequence[Record]) -> Cause | None:
+    """How a case fails: of its first failing record; None if it does not."""
+    record = failing(records)
+    return None if record is None else cause_of_record(record)
+
+
+def failing(records: Sequence[Record]) -> Record | None:
+    """The first failing record, one that no ledger entry explains if there is any."""
+    found = [record for record in records if record.failing]
+    return next((record for record in found if not record.ledger_id), found[0] if found else None)
+
+
+def cause_of_record(record: Record) -> Cause:
+    """How a failing record fails."""
+    stage = max(record.stage_radii, key=lambda name: record.stage_radii[name], default="")
+    if stage and not record.stage_radii[stage] > 0:
+        stage = ""
+    return Cause(record.part, record.verdict, _kind(record), stage, record.ledger_id)
+
+
+_FORM = re.compile(r"(call \d+ of the case: )?(the part is missing|shape \[|dtype |no such part)")
+_EXCEPTION = re.compile(r"(?:reproduced alone: |call \d+ of the case: )*([A-Za-z_][A-Za-z0-9_.]*)")
+
+
+def _kind(record: Record) -> str:
+    message = record.message
+    if record.part != "call":
+        if message.startswith("depends on the output buffer"):
+            return "unwritten"
+        return "form" if _FORM.match(message) else ""
+    if message == "wrote its inputs":
+        return "inputs"
+    match = _EXCEPTION.match(message)
+    return match[1] if match and record.verdict in ("error", "crash") else ""
+
+
+def shrink(
+    case: Case, probe: Probe, *, tries: int = TRIES, seconds: float = SECONDS, level_two: bool = True
+) -> Shrunk | None:
+    """Shrink a failing case; None if it does not fail here.
+
+    tries, seconds: what may be spent, 0.3 of it on the case; one try is a whole verdict, of two or three calls.
+    level_two: reduce the inputs too, where they have at most 2**22 elements.
+    """
+    started = time.monotonic()
+    budget = Budget(tries, seconds)
+    first = probe.records(case)
+    cause, record = cause_of(first), failing(first)
+    if cause is None or record is None:
+        return None
+    last: dict[str, Record] = {case.text: record}
+    wanted = cause
+
+    def same(other: Case, inputs: Sequence[Wire] = ()) -> bool:
+        if not probe.covers(other):
+            return False
+        for _ in range(FLAKY_TRIES if wanted.verdict == "flaky" else 1):
+            records = probe.records(other, inputs)
+            if cause_of(records) == wanted:
+                last["now"] = next(record for record in records if record == failing(records))
+                return True
+        return False
+
+    one = budget.part(LEVEL_ONE)
+    small = shrink_case(case, same, one)
+    budget.used += one.used
+    record = last.get("now", record)
+    own = OPERATIONS[small.operation].inputs(small) if _inputs_fit(small) else None
+    common: dict[str, Any] = {"origin": case, "text_case": small, "cause": cause}
+    if own is None or not level_two:
+        note = "level two was not asked for" if own is not None else f"more than {MAX_ELEMENTS} elements"
+        counts = {} if own is None else differing(small, own)
+        return Shrunk(
+            **common,
+            case=small,
+            inputs=None,
+            record=record,
+            differing=sum(counts.values()),
+            elements=0 if own is None else sum(tensor.numel() for tensor in own.values()),
+            by_input={name: count for name, count in counts.items() if count},
+            tries=budget.used,
+            seconds=time.monotonic() - started,
+            exhausted=budget.spent,
+            note=note,
+        )
+
+    def same_inputs(other: Case, inputs: Mapping[str, Tensor]) -> bool:
+        return same(other, [to_wire(name, tensor) for name, tensor in inputs.items()])
+
+    found = reduce_inputs(small, own, same_inputs, budget)
+    note = ""
+    if found.differing > ENOUGH:
+        why = "the budget is spent" if budget.spent else "none of them can be made simple by itself"
+        note = f"{found.differing} elements differ from the simplest value: {why}"
+    return Shrunk(
+        **common,
+        case=found.case,
+        inputs=found.inputs,
+        record=last.get("now", record),
+        differing=found.differing,
+        elements=found.elements,
+        by_input=found.by_input,
+        tries=budget.used,
+        seconds=time.monotonic() - started,
+        exhausted=budget.spent,
+        note=note,
+    )
+
+
+def _inputs_fit(case: Case) -> bool:
+    from fuzz.anatomy import elements
+
+    return elements(case) <= MAX_ELEMENTS
+
+
+class LocalProbe:
+    """A backend in this process, without isolation: for functions of our own, such as mutants.
+
+    backend: as a worker would load it. device: ``cpu``. mark: gives failing records their ledger id.
+    """
+
+    def __init__(
+        self, backend: Backend, device: str = "cpu", mark: Callable[[Record], Record] = lambda record: record
+    ) -> None:
+        self.backend = backend
+        self._claims: list[Claim] = list(backend.claims(device))
+        self._callee = Callee(backend.name, {backend.name: backend}, device)
+        self._oracle = Oracle(device)
+        self._device, self._mark = device, mark
+
+    def claim(self, case: Case) -> Claim | None:
+        """The first claim that covers a case."""
+        return next((claim for claim in self._claims if claim.refusal(case) is None), None)
+
+    def covers(self, case: Case) -> bool:
+        """Whether a claim covers a case."""
+        return self.claim(case) is not None
+
+    def records(self, case: Case, inputs: Sequence[Wire] = ()) -> list[Record]:
+        """The records of a case. Raises ValueError for one that is not claimed."""
+        claim = self.claim(case)
+        if claim is None:
+            raise ValueError(f"{self.backend.name} does not claim '{case}'")
+        recipe = self.backend.recipe(claim)
+
+        def call(poison: str) -> CallReply:
+            reply, outputs = self._callee.call(case.text, self.backend.name, {"poison": poison}, inputs)
+            return CallReply(**{**reply, "outputs": outputs})
+
+        replies = call_sequence(call)
+        with torch.no_grad():
+            answers = [
+                JudgeReply(**self._oracle.judge(case.text, recipe.to_json(), wires, inputs))
+                for wires in to_judge(replies)
+            ]
+        subject = Subject(
+            run="shrink",
+            case=case.text,
+            id=case.id,
+            backend=self.backend.name,
+            version=self.backend.version(),
+            interpreter="",
+            device=self._device,
+            sm="",
+            options="",
+        )
+        records = decide(subject, replies, answers, run_to_run=recipe.run_to_run)
+        return [self._mark(record) for record in records]
