@@ -54,6 +54,7 @@ additions to nearest, whatever the order; no fine term, no error.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +73,6 @@ LEAST_BF16 = 2.0**-134
 LEAST_PRODUCTS = 4
 """Products that an FP32 tensor-core instruction adds at least."""
 F16_PRODUCTS = 16
-NOTHING = 2**12
-"""Least set bit of a zero: above that of every number."""
 SLACK = 1 + 2.0**-40
 """Covers the roundings of FP64 in the evaluation of a bound: far fewer than 2^12 operations, each within 2^-53."""
 
@@ -84,15 +83,10 @@ FINE_FACTOR = {"fp32_any": 2.5, "fp32_rn": 1.0, "fp64": 1.0, "hopper_f16": 2.5, 
 """What a fine term can cost, in units of L."""
 COUNTED = {"cpu": 2**28, "cuda": 2**36}
 """Products up to which fine terms are counted, by device type; beyond, the number of all terms bounds the error."""
-PIECE = {"cpu": 2**21, "cuda": 2**28}
-
-
-def least_bit(values: Tensor) -> Tensor:
-    """Exponent of the least set bit of FP64 values, int32; `NOTHING` for zero."""
-    mantissa, exponent = torch.frexp(values)
-    whole = (mantissa * 2.0**53).to(torch.int64)
-    _, low = torch.frexp((whole & -whole).to(torch.float64))
-    return torch.where(values == 0, NOTHING, exponent - 53 + low - 1).to(torch.int32)
+PIECE = {"cpu": 2**20, "cuda": 2**28}
+"""Elements that are looked at together, by device type."""
+WORDS = 32
+"""Words whose bytes are added before the bytes are, each of them counting one at most: 255 would do."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +106,8 @@ class Sums:
     n: int
 
 
-def sums(a: Operand, b: Operand) -> Sums:
-    """The facts about ``a @ b.T``.
+def sums(a: Operand, b: Operand, *, subnormals: bool = True) -> Sums:
+    """The facts about ``a @ b.T``; without ``subnormals``, ``clamped`` is ``size``.
 
     A product of two FP64 values is rounded once, and a sum of n in any order errs by at most (n - 1) u more, so FP64's
     own error is at most g S with g = (n + 1) u / (1 - (n + 1) u); it is zero on a lattice of 53 bits.
@@ -121,13 +115,12 @@ def sums(a: Operand, b: Operand) -> Sums:
     n = a.values.shape[1]
     exact = a.values @ b.values.T
     growth = gamma(n + 1, U64)
-    size = (a.values.abs() @ b.values.abs().T) * (1 + 2 * growth)
-    raised = [_raised(item) for item in (a, b)]
+    size = (a.size @ b.size.T) * (1 + 2 * growth)
     clamped = size
-    if any(item is not None for item in raised):
-        left, right = (r if r is not None else o.values.abs() for r, o in zip(raised, (a, b), strict=True))
+    if subnormals and (a.raised is not None or b.raised is not None):
+        left, right = (item.size if item.raised is None else item.raised for item in (a, b))
         clamped = (left @ right.T) * (1 + 2 * growth)
-    unit = _least_of_rows(a.values)[:, None] + _least_of_rows(b.values)[None, :]
+    unit = a.row_least_bits[0][:, None] + b.row_least_bits[0][None, :]
     error = torch.where(on_lattice(size, unit, 53), 0.0, growth * size)
     return Sums(exact, size, clamped, unit, error, n)
 
@@ -135,23 +128,6 @@ def sums(a: Operand, b: Operand) -> Sums:
 def on_lattice(size: Tensor, unit: Tensor, bits: int) -> Tensor:
     """Whether magnitudes that add up to ``size`` fit ``bits`` significant bits over the unit 2^``unit``."""
     return size <= power_of_two((unit + bits).clamp(-1022, 1023))
-
-
-def _least_of_rows(values: Tensor) -> Tensor:
-    return least_bit(values).amin(1)
-
-
-def _raised(side: Operand) -> Tensor | None:
-    """Magnitudes with subnormal FP8 codes raised to the smallest normal number; None where there are none."""
-    element = side.side.element
-    if element is None or element.bits != 8:
-        return None
-    magnitude, least = side.codes.abs(), 2.0**element.emin
-    small = (magnitude < least) & (magnitude > 0)
-    if not bool(small.any()):
-        return None
-    # code * scale * (least / code) = least * scale, within one rounding.
-    return side.values.abs() * torch.where(small, least / magnitude, 1.0) * (1 + 4 * U64)
 
 
 def gamma(roundings: float, unit: float) -> float:
@@ -206,15 +182,34 @@ def _fine(facts: Sums, a: Operand, b: Operand, largest: Tensor, kind: str) -> Te
     if m * n * k > COUNTED.get(device, COUNTED["cpu"]):
         return torch.full_like(largest, torch.inf)
     _, exponent = torch.frexp(largest * SLACK)
-    last = (exponent - BITS[kind]).clamp(-1000, 1000)
-    left, right = least_bit(a.values).to(torch.int16), least_bit(b.values).to(torch.int16)
+    last = (exponent - BITS[kind]).clamp(-1000, 1000).to(torch.int16)
+    left, right = a.least_bits, b.least_bits
     count = torch.empty_like(largest)
-    step = max(1, PIECE.get(device, PIECE["cpu"]) // (n * k))
-    for start in range(0, m, step):
-        rows = slice(start, start + step)
-        fine = (left[rows, None, :] + right[None, :, :]) < last[rows, :, None]
-        count[rows] = fine.sum(2).to(count.dtype)
+    for part in row_blocks(n, k, device):
+        some = right[part]
+        step = max(1, PIECE.get(device, PIECE["cpu"]) // some.numel())
+        for start in range(0, m, step):
+            rows = slice(start, start + step)
+            fine = some[None, :, :] < last[rows, part, None] - left[rows, None, :]
+            count[rows, part] = _count(fine).to(count.dtype)
     return FINE_FACTOR[kind] * count * power_of_two(last)
+
+
+def row_blocks(rows: int, width: int, device: str) -> Iterator[slice]:
+    """Slices of the rows of a matrix, each within `PIECE` elements where one row is."""
+    step = max(1, PIECE.get(device, PIECE["cpu"]) // width)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _count(found: Tensor) -> Tensor:
+    """How many of the last dimension are true, int64, eight at a time: a CPU adds bytes within a word quickest."""
+    if found.device.type != "cpu" or found.shape[-1] < WORDS * 8:
+        return found.sum(-1)
+    missing = -found.shape[-1] % (WORDS * 8)
+    padded = torch.nn.functional.pad(found, (0, missing)) if missing else found
+    words = padded.view(torch.int64).view(*found.shape[:-1], -1, WORDS).sum(-1)  # no byte reaches 256
+    total: Tensor = words.view(torch.uint8).sum(-1)
+    return total
 
 
 def _coefficient(recipe: Recipe, n: int, width: int) -> float:
@@ -242,27 +237,32 @@ def scale_roundings(a: Operand, b: Operand) -> int:
     return 5 if "e4m3" in kinds else 3
 
 
-def underflow(a: Operand, b: Operand, recipe: Recipe, steps: int) -> tuple[Tensor, Tensor]:
+def underflow(a: Operand, b: Operand, recipe: Recipe, steps: int, *, everywhere: bool = False) -> tuple[Tensor, Tensor]:
     """What underflow can add to the error, and where nothing can underflow; both ``[m, n]``.
 
-    steps: FMAs or sums whose result may underflow, of one output.
+    steps: FMAs or sums whose result may underflow, of one output. everywhere: say so of outputs that are safe, too;
+    without it a product that is safe throughout is answered with zeros.
     """
-    flush = recipe.subnormals == "flush"
-    to_nearest = recipe.accumulator in ("fp32_rn", "hopper_fp8")
-    tiny = 2.0**-126 if flush else 2.0**-150 if to_nearest else 2.0**-149
-    size_a, size_b = a.codes.abs(), b.codes.abs()
-    reach_a, reach_b = size_a.amax(1)[:, None], size_b.amax(1)[None, :]
-    rows_a, rows_b = a.values.abs().sum(1)[:, None], b.values.abs().sum(1)[None, :]
-    # A flushed scale, not only a flushed product, errs by 2^-126 times the code.
-    by_codes = (1 + reach_a + reach_b) if flush else 1.0
-    total = by_codes * (rows_a + rows_b)
-    total = total + reach_a * size_b.sum(1)[None, :]
-    total = total + a.scales.abs().sum(1)[:, None] * (1 + reach_b) + b.scales.abs().sum(1)[None, :] * (1 + reach_a)
-    total = (total + steps) * tiny
-    low = [(_least_of_rows(item.values), _least_of_rows(item.codes), least_bit(item.scales).amin(1)) for item in (a, b)]
-    (va, ca, sa), (vb, cb, sb) = [tuple(part[:, None] for part in low[0]), tuple(part[None, :] for part in low[1])]
+    (va, ca, sa), (vb, cb, sb) = (
+        tuple(part[:, None] for part in a.row_least_bits),
+        tuple(part[None, :] for part in b.row_least_bits),
+    )
     safe = (va >= -126) & (vb >= -126) & (va + vb >= -126) & (va + cb >= -126) & (ca + vb >= -126) & (sa + sb >= -126)
     # A global product, and block scales without the global one, are within 2^18 of the scales themselves.
     if a.side.scale == "e4m3":
         safe = safe & (sa + sb >= -100)
-    return total, safe
+    if not everywhere and bool(safe.all()):
+        return torch.zeros_like(safe, dtype=torch.float64), safe
+    flush = recipe.subnormals == "flush"
+    to_nearest = recipe.accumulator in ("fp32_rn", "hopper_fp8")
+    tiny = 2.0**-126 if flush else 2.0**-150 if to_nearest else 2.0**-149
+    (reach_a, _, rows_a, scales_a), (reach_b, codes_b, rows_b, scales_b) = (
+        tuple(part[:, None] for part in a.row_sizes),
+        tuple(part[None, :] for part in b.row_sizes),
+    )
+    # A flushed scale, not only a flushed product, errs by 2^-126 times the code.
+    by_codes = (1 + reach_a + reach_b) if flush else 1.0
+    total = by_codes * (rows_a + rows_b)
+    total = total + reach_a * codes_b
+    total = total + scales_a * (1 + reach_b) + scales_b * (1 + reach_a)
+    return (total + steps) * tiny, safe

@@ -7,14 +7,17 @@ are two levels), and all exponents are far inside FP64's range.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from references import layouts
-from references.blocks import block_size, grid_rows, scale_grid, scale_values
+from references.blocks import block_size, dequantize, grid_rows, scale_grid, scale_values
 from references.elements import E2M1, E4M3FN, Element, decode
+from references.least_bits import NOTHING, ZERO_CODE, code_least_bits, least_bit
 from references.packing import unpack_fp4
 from references.schemes import Block, ScaleKind, Scheme
 
@@ -92,7 +95,10 @@ class Operand:
 
     codes: FP64 payload values ``[rows, k]``. scales: FP64 ``[rows, blocks of K]`` with any global scale multiplied in;
     ones where there are none. width: K elements in a full block. values: FP64 ``codes * scales``, exact.
-    side: how it is stored.
+    side: how it is stored. raw: the codes as stored, uint8 ``[rows, k]``, where there are any: the quick way to facts
+    about them.
+
+    What is derived from these is computed once, when it is first asked for.
     """
 
     codes: Tensor
@@ -100,10 +106,80 @@ class Operand:
     width: int
     values: Tensor
     side: Side
+    raw: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> Operand:
         """Some of the rows."""
-        return Operand(self.codes[rows], self.scales[rows], self.width, self.values[rows], self.side)
+        raw = None if self.raw is None else self.raw[rows]
+        return Operand(self.codes[rows], self.scales[rows], self.width, self.values[rows], self.side, raw)
+
+    @cached_property
+    def size(self) -> Tensor:
+        """Magnitudes of the values."""
+        return self.values.abs()
+
+    @cached_property
+    def raised(self) -> Tensor | None:
+        """Magnitudes with subnormal FP8 codes raised to the smallest normal number, exact; None without any."""
+        element = self.side.element
+        if element is None or element.bits != 8:
+            return None
+        if self.raw is not None:
+            magnitude = self.raw & (element.sign - 1)
+            small = (magnitude < 1 << element.mantissa_bits) & (magnitude != 0)
+        else:
+            magnitude = self.codes.abs()
+            small = (magnitude < 2.0**element.emin) & (magnitude > 0)
+        rows, columns = small.nonzero(as_tuple=True)
+        if not len(rows):
+            return None
+        found = self.size.clone()
+        found[rows, columns] = self.scales[rows, columns // self.width].abs() * 2.0**element.emin
+        return found
+
+    @cached_property
+    def _code_bits(self) -> Tensor | None:
+        """`code_least_bits`; None without stored codes."""
+        if self.raw is None or self.side.element is None:
+            return None
+        return code_least_bits(self.raw, self.side.element)
+
+    @cached_property
+    def least_bits(self) -> Tensor:
+        """`least_bit` of every value, int16."""
+        codes = self._code_bits
+        if codes is None:
+            return least_bit(self.values).to(torch.int16)
+        return torch.where(codes == ZERO_CODE, NOTHING, codes + self.spread(least_bit(self.scales).to(torch.int16)))
+
+    @cached_property
+    def row_least_bits(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The smallest of a row's values, codes and scales, int32 ``[rows]``."""
+        scales = least_bit(self.scales)
+        codes = self._code_bits
+        if codes is None:
+            return least_bit(self.values).amin(1), least_bit(self.codes).amin(1), scales.amin(1)
+        missing = self.scales.shape[1] * self.width - codes.shape[1]
+        codes = torch.nn.functional.pad(codes, (0, missing), value=ZERO_CODE) if missing else codes
+        blocks = codes.view(*self.scales.shape, self.width)
+        by_block = blocks.amin(2).to(torch.int32)
+        values = torch.where(by_block == ZERO_CODE, NOTHING, by_block + scales)
+        return values.amin(1), torch.where(by_block == ZERO_CODE, NOTHING, by_block).amin(1), scales.amin(1)
+
+    @cached_property
+    def row_sizes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The largest code of a row and the sums of its codes, values and scales, in magnitude, FP64 ``[rows]``."""
+        codes = self.codes.abs()
+        return codes.amax(1), codes.sum(1), self.row_sums, self.scales.abs().sum(1)
+
+    @cached_property
+    def row_sums(self) -> Tensor:
+        """The sums of a row's magnitudes, FP64 ``[rows]``."""
+        return self.size.sum(1)
+
+    def spread(self, grid: Tensor) -> Tensor:
+        """One number a block, shaped like `scales`, as one an element."""
+        return grid.repeat_interleave(self.width, dim=1)[:, : self.values.shape[1]]
 
 
 def operand(numbers: Tensor, scales: Tensor | None, side: Side, global_scale: Tensor | None = None) -> Operand:
@@ -117,12 +193,66 @@ def operand(numbers: Tensor, scales: Tensor | None, side: Side, global_scale: Te
         return Operand(values, values.new_ones(values.shape[0], 1), values.shape[1], values, side)
     if scales is None:
         raise ValueError("gemm: the operand needs scales")
-    codes = decode(unpack_fp4(numbers) if side.element.bits == 4 else numbers, side.element)
+    raw = unpack_fp4(numbers) if side.element.bits == 4 else numbers
+    codes = decode(raw, side.element)
     shape = (codes.shape[0], codes.shape[1])
     factors = scale_values(scales, side.scheme)
     if global_scale is not None:
         factors = factors * global_scale.to(F64).reshape(())
     by_row = grid_rows(factors, side.block, shape, slice(0, shape[0]))
     width = block_size(shape, side.block)[1]
-    spread = by_row.repeat_interleave(width, dim=1)[:, : shape[1]]
-    return Operand(codes, by_row, width, codes * spread, side)
+    values = torch.empty_like(codes)
+    blocks = shape[1] // width
+    whole = blocks * width
+    by_block = (shape[0], blocks, width)
+    torch.mul(codes[:, :whole].view(by_block), by_row[:, :blocks, None], out=values[:, :whole].view(by_block))
+    if whole < shape[1]:
+        torch.mul(codes[:, whole:], by_row[:, -1:], out=values[:, whole:])
+    return Operand(codes, by_row, width, values, side, raw)
+
+
+PIECE = {"cpu": 2**21, "cuda": 2**28}
+"""Elements of a `Stored` matrix that are decoded together, by device type; a CPU reuses buffers below 32 MiB."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A matrix as it is stored, to be decoded in pieces: the arguments of `operand`.
+
+    The rows of a scale grid follow those of the matrix, so that some rows are a matrix of their own.
+    """
+
+    numbers: Tensor
+    scales: Tensor | None
+    side: Side
+    global_scale: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return int(self.numbers.shape[0])
+
+    def decoded(self) -> Operand:
+        """All of it."""
+        return operand(self.numbers, self.scales, self.side, self.global_scale)
+
+    def values(self) -> Tensor:
+        """The values alone, FP64 ``[rows, k]``, exact."""
+        if self.side.element is None or self.scales is None:
+            return self.numbers.to(F64)
+        codes = unpack_fp4(self.numbers) if self.side.element.bits == 4 else self.numbers
+        return dequantize(codes, self.scales, self.side.scheme, global_scale=self.global_scale)
+
+    def pieces(self) -> Iterator[Stored]:
+        """Consecutive rows, whole blocks of scales each, that make up the matrix."""
+        height = self.side.block[0] if self.side.block else 1
+        limit = PIECE.get(self.numbers.device.type, PIECE["cpu"])
+        step = max(1, limit // (max(1, self.numbers.shape[1]) * height)) * height
+        if step >= self.rows:
+            yield self
+            return
+        for start in range(0, self.rows, step):
+            scales = self.scales
+            if scales is not None and self.side.block is not None:
+                scales = scales[start // height : -(-(start + step) // height)]
+            yield Stored(self.numbers[start : start + step], scales, self.side, self.global_scale)

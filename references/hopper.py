@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from references.accumulators import NOTHING, SLACK, U32, Sums, gamma, least_bit, on_lattice, underflow
+from references.accumulators import SLACK, U32, Sums, gamma, on_lattice, underflow
 from references.gemm_formats import Operand
+from references.least_bits import NOTHING, least_bit
 from references.recipes import Recipe
 from references.rounding import power_of_two
 from references.tensor_cores import HOPPER_FP8, exponents

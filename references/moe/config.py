@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from references.backend import CaseLike
-from references.gemm_formats import Operand, Side, operand, sides
+from references.gemm_formats import Side, Stored, sides
 from references.schemes import Scheme, scheme
 
 OUTPUTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -73,16 +73,16 @@ def activation_scales(inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tens
     return first, second
 
 
-def expert_operands(config: MoeConfig, inputs: Mapping[str, Tensor]) -> Callable[[int], tuple[Operand, Operand]]:
-    """expert -> its W1 ``[2 * intermediate, hidden]`` and W2 ``[hidden, intermediate]``, decoded when asked for."""
+def expert_operands(config: MoeConfig, inputs: Mapping[str, Tensor]) -> Callable[[int], tuple[Stored, Stored]]:
+    """expert -> its W1 ``[2 * intermediate, hidden]`` and W2 ``[hidden, intermediate]``."""
     side = config.sides[1]
 
-    def decoded(expert: int) -> tuple[Operand, Operand]:
+    def stored(expert: int) -> tuple[Stored, Stored]:
         found = []
         for name in ("w1", "w2"):
             scales, outer = inputs.get(f"{name}_scales"), inputs.get(f"{name}_global_scale")
             found.append(
-                operand(
+                Stored(
                     inputs[name][expert],
                     None if scales is None else scales[expert],
                     side,
@@ -91,4 +91,4 @@ def expert_operands(config: MoeConfig, inputs: Mapping[str, Tensor]) -> Callable
             )
         return found[0], found[1]
 
-    return decoded
+    return stored

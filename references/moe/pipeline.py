@@ -24,10 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from references.accumulators import NOTHING, SLACK, U32, U64, gamma, least_bit, on_lattice
+from references.accumulators import SLACK, U32, U64, gamma, on_lattice
 from references.enclosures import Enclosure
-from references.gemm_formats import Operand
+from references.gemm_formats import Stored
 from references.judging import Interval
+from references.least_bits import NOTHING, least_bit
 from references.moe.activation import silu, swiglu
 from references.moe.config import MoeConfig
 from references.moe.product import Uncertain, product
@@ -96,7 +97,7 @@ def admissible_moe(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: Callable[[int], tuple[Operand, Operand]],
+    experts: Callable[[int], tuple[Stored, Stored]],
     config: MoeConfig,
     recipe: Recipe,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -104,10 +105,10 @@ def admissible_moe(
     """What the layer may answer.
 
     x: bf16 ``[tokens, hidden]``. ids: int32 ``[tokens, topk]``, negative for an expert that is elsewhere. weights: fp32
-    ``[tokens, topk]``. experts: id -> (W1, W2). scales: given scales of input and intermediate (`config.scheme`).
+    ``[tokens, topk]``. experts: id -> (W1, W2), asked for one at a time.
+    scales: given scales of input and intermediate (`config.scheme`).
     """
-    _, w2 = experts(0)
-    tokens, hidden = x.shape[0], w2.values.shape[0]
+    tokens, hidden = x.shape
     exact = x.to(F64)
     entering = requantise(exact, exact, exact, config.scheme, config.sides[0], recipe, scales[0])
     answer = Parts.of(exact.new_zeros(tokens, hidden))
@@ -136,25 +137,30 @@ def _rows(some: Uncertain, rows: Tensor) -> Uncertain:
 
 
 def _expert(
-    x: Uncertain, weight: Tensor, w1: Operand, w2: Operand, config: MoeConfig, recipe: Recipe, given: Tensor | None
+    x: Uncertain, weight: Tensor, w1: Stored, w2: Stored, config: MoeConfig, recipe: Recipe, given: Tensor | None
 ) -> Parts:
     """One expert's outputs for its tokens, unweighted unless the weight is on the input."""
-    first = product(x, w1, recipe)
-    sums = Parts.of(first.centre).plus("input_quantisation", first.operand).plus("fc1", first.accumulation)
+    first = product(x, w1, recipe, _staged(x.reach, "input_quantisation"))
+    sums = Parts(first.centre, first.carried).plus("fc1", first.accumulation)
     if config.weight_on_input:
         sums = sums.times(weight)
         # A rounding of each dequantised element or of the sum; a power of two rounds nothing.
-        slip = first.size * weight.abs() * gamma(1, U32) + LEAST_NORMAL * (1 + w1.values.abs().sum(1))
+        slip = first.size * weight.abs() * gamma(1, U32) + LEAST_NORMAL * (1 + first.weights)
         sums = sums.plus("fc1", torch.where(torch.frexp(weight)[0] == 0.5, 0.0, slip))
     if recipe.fc1_dtype != "fp32":
         sums = sums.stored(DTYPES[recipe.fc1_dtype], "fc1")
     h, low, high = _activated(sums, config, recipe)
     second = requantise(low, high, h.centre, config.scheme, config.sides[0], recipe, given)
-    third = product(second, w2, recipe)
-    reach = _attributed(h, second.reach)
-    carried = (reach.flatten(0, 1) @ w2.values.abs().T).view(len(STAGES), *third.centre.shape) * SLACK
-    found = Parts(third.centre, carried).plus("fc2", third.accumulation)
+    third = product(second, w2, recipe, _attributed(h, second.reach))
+    found = Parts(third.centre, third.carried).plus("fc2", third.accumulation)
     return found if recipe.fc2_dtype == "fp32" else found.stored(DTYPES[recipe.fc2_dtype], "fc2")
+
+
+def _staged(radius: Tensor, stage: str) -> Tensor:
+    """A radius that comes from one stage, ``[stages, ...]``."""
+    found = radius.new_zeros(len(STAGES), *radius.shape)
+    found[STAGES.index(stage)] = radius
+    return found
 
 
 def _activated(sums: Parts, config: MoeConfig, recipe: Recipe) -> tuple[Parts, Tensor, Tensor]:

@@ -16,12 +16,13 @@ blocks' sums add up, and FP32 adds them: g(c) S^ + g(blocks) (S + g(c) S^).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from references.accumulators import SLACK, U32, Radius, Sums, gamma, radius, scale_roundings, sums, underflow
-from references.gemm_formats import Operand
+from references.gemm_formats import Operand, Stored
 from references.recipes import Recipe
 from references.rounding import bits
 
@@ -46,6 +47,13 @@ class Uncertain:
         """An operand without doubt."""
         return cls(nominal, torch.zeros_like(nominal.values), nominal.scales)
 
+    @cached_property
+    def moved(self) -> Tensor | None:
+        """Rows with an element that may be off, bool ``[rows]``; None where there are none."""
+        found = (self.reach > 0).any(1)
+        return found if bool(found.any()) else None
+
+    @cached_property
     def stand_in(self) -> Operand:
         """At least as large and as fine as every candidate (the module's docstring)."""
         a = self.nominal
@@ -61,7 +69,7 @@ class Uncertain:
         else:
             codes = _finest(largest)
         values = torch.where(moved, _finest(largest), a.values)
-        return replace(a, codes=torch.where(moved, codes, a.codes), values=values, scales=self.scales)
+        return replace(a, codes=torch.where(moved, codes, a.codes), values=values, scales=self.scales, raw=None)
 
 
 def _finest(values: Tensor) -> Tensor:
@@ -73,32 +81,47 @@ def _finest(values: Tensor) -> Tensor:
 class Product:
     """What an uncertain operand times another may be, each FP64 ``[m, n]``.
 
-    centre: the exact product of the nominal operand. operand: how far the exact product may be off. accumulation: how
-    far the accumulator may be off that, the scales' roundings and FP64's own error included. size: bound on the sum of
-    the terms' magnitudes.
+    centre: the exact product of the nominal operand. accumulation: how far the accumulator may be off the exact product
+    of the operand that it got, the scales' roundings and FP64's own error included. size: bound on the sum of the
+    terms' magnitudes. carried: how far that exact product may be off ``centre``, by stage, ``[stages, m, n]``.
+    weights: sums of the other operand's magnitudes, ``[n]``.
     """
 
     centre: Tensor
-    operand: Tensor
     accumulation: Tensor
     size: Tensor
+    carried: Tensor
+    weights: Tensor
 
 
-def product(a: Uncertain, b: Operand, recipe: Recipe) -> Product:
-    """``a @ b.T`` under the recipe's accumulator."""
-    nominal = sums(a.nominal, b)
-    moved = a.reach > 0
-    if not bool(moved.any()):
+def product(a: Uncertain, b: Stored, recipe: Recipe, reach: Tensor) -> Product:
+    """``a @ b.T`` under the recipe's accumulator, a piece of b at a time.
+
+    reach: that of ``a`` by stage, ``[stages, m, k]``; its sum over the stages bounds ``a.reach`` within 2^-41.
+    """
+    some = [_product(a, piece.decoded(), recipe, reach) for piece in b.pieces()]
+    if len(some) == 1:
+        return some[0]
+    names = ("centre", "accumulation", "size", "carried", "weights")
+    return Product(*(torch.cat([getattr(item, name) for item in some], dim=-1) for name in names))
+
+
+def _product(a: Uncertain, b: Operand, recipe: Recipe, reach: Tensor) -> Product:
+    nominal = sums(a.nominal, b, subnormals=a.moved is None)
+    weights = b.row_sums
+    carried = nominal.exact.new_zeros(len(reach), *nominal.exact.shape)
+    if a.moved is None:
         parts = _radius(nominal, a.nominal, b, recipe)
-        return Product(nominal.exact, torch.zeros_like(nominal.exact), parts.total + nominal.error, nominal.size)
-    off = (a.reach @ b.values.abs().T) * (1 + 2.0**-40)
-    other = a.stand_in()
-    facts = sums(other, b)
-    facts = replace(facts, exact=nominal.exact.abs() + off)
-    total = _radius(facts, other, b, recipe).total
-    tiny, _ = underflow(other, b, recipe, facts.n)
-    total = total + torch.where(moved.any(1)[:, None], tiny, 0.0)
-    return Product(nominal.exact, off, total + nominal.error, facts.size)
+        return Product(nominal.exact, parts.total + nominal.error, nominal.size, carried, weights)
+    for stage, part in enumerate(reach):
+        if bool((part != 0).any()):
+            carried[stage] = (part @ b.size.T) * SLACK
+    facts = sums(a.stand_in, b)
+    facts = replace(facts, exact=nominal.exact.abs() + carried.sum(0) * SLACK)
+    total = _radius(facts, a.stand_in, b, recipe).total
+    tiny, _ = underflow(a.stand_in, b, recipe, facts.n, everywhere=True)
+    total = total + torch.where(a.moved[:, None], tiny, 0.0)
+    return Product(nominal.exact, total + nominal.error, facts.size, carried, weights)
 
 
 def _radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:

@@ -24,7 +24,7 @@ from torch import Tensor
 from references import ue8m0
 from references.blocks import F32, F64, block_amax, expand, floored, global_value, grid_rows, quantize, scale_values
 from references.elements import E4M3FN, Element, decode, encode
-from references.gemm_formats import Side, operand
+from references.gemm_formats import Side, Stored
 from references.moe.product import Uncertain
 from references.packing import pack_fp4
 from references.recipes import Recipe
@@ -46,15 +46,10 @@ def requantise(
     """
     dtype = torch.bfloat16 if scheme is None else F32
     # What is quantised is a number of that dtype, and rounding is monotone.
-    low, high, nominal = (round_to(item, dtype) for item in (low, high, nominal))
+    low, high = round_to(low, dtype), round_to(high, dtype)
+    exact = Uncertain.exactly(quantised(nominal, scheme, side, recipe, given).decoded())
     if scheme is None:
-        return _around(Uncertain.exactly(operand(nominal.to(dtype), None, side)), low, high, None)
-    x = nominal.to(F32)
-    two_level, static = scheme.two_level, scheme.scale == "static"
-    found = quantize(x, scheme, recipe, global_scale=given if two_level else None, scale=given if static else None)
-    payload = pack_fp4(found.payload) if scheme.element.bits == 4 else found.payload
-    scales = found.scales if found.scales is not None else _given(given).reshape(1, 1)
-    exact = Uncertain.exactly(operand(payload, scales, side, given if two_level else None))
+        return _around(exact, low, high, None)
     if bool((low == high).all()) and not _free(scheme, recipe):
         return exact
     crosses = (low < 0) & (high > 0)
@@ -67,13 +62,25 @@ def requantise(
         top = power_of_two(codes[1] - 127)
     else:
         bounds = _scale_bounds(amax, scheme, recipe, given)
-        error = (8 if two_level else 4) * U32 + recipe.payload_error
+        error = (8 if scheme.two_level else 4) * U32 + recipe.payload_error
         ends = _hull_over_interval(low, high, bounds, scheme, error)
         top = bounds[1]
     if recipe.subnormals == "flush":
         may = least.to(F64) < LEAST_NORMAL
         ends = torch.where(may, ends[0].clamp(max=0.0), ends[0]), torch.where(may, ends[1].clamp(min=0.0), ends[1])
-    return _around(exact, *ends, grid_rows(top, scheme.block, (x.shape[0], x.shape[1]), slice(0, x.shape[0])))
+    return _around(exact, *ends, grid_rows(top, scheme.block, (low.shape[0], low.shape[1]), slice(0, low.shape[0])))
+
+
+def quantised(x: Tensor, scheme: Scheme | None, side: Side, recipe: Recipe, given: Tensor | None) -> Stored:
+    """The nominal operand that a certain matrix FP64 ``[m, k]`` becomes."""
+    if scheme is None:
+        return Stored(round_to(x, torch.bfloat16).to(torch.bfloat16), None, side)
+    two_level, static = scheme.two_level, scheme.scale == "static"
+    outer = given if two_level else None
+    found = quantize(round_to(x, F32).to(F32), scheme, recipe, global_scale=outer, scale=given if static else None)
+    payload = pack_fp4(found.payload) if scheme.element.bits == 4 else found.payload
+    scales = found.scales if found.scales is not None else _given(given).reshape(1, 1)
+    return Stored(payload, scales, side, outer)
 
 
 def _given(scale: Tensor | None) -> Tensor:

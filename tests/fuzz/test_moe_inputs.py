@@ -71,7 +71,7 @@ def test_ids_are_distinct_and_distributed_as_the_word_says():
 def test_numbers_are_finite_and_gates_are_neither_flat_nor_linear(variant, values):
     case = make(variant, values=values)
     inputs = build(case)
-    w1, w2 = expert_operands(config_of(case), inputs)(2)
+    w1, w2 = (stored.decoded() for stored in expert_operands(config_of(case), inputs)(2))
     gate = (inputs["x"].double() @ w1.values.T)[:, :34]
     assert bool(w2.values.isfinite().all() & gate.isfinite().all() & inputs["weights"].isfinite().all())
     if values == "normal":

@@ -13,11 +13,12 @@ from fuzz.case import Case
 from fuzz.grammar import GEMM_FORMATS, GEMM_SCALES, GEMM_VALUES
 from references import accumulators, hopper
 from references import gemm as gemm_module
-from references.accumulators import gamma, least_bit, on_lattice, radius, sums
+from references.accumulators import gamma, on_lattice, radius, sums
 from references.gemm import admissible_gemm, sample_rows
 from references.gemm_formats import Operand, Side, operand
 from references.gemm_models import exact_rows, has_model
 from references.judging import judge_interval
+from references.least_bits import least_bit
 from references.recipes import Recipe
 from references.rounding import next_down, next_up, round_to
 from references.schemes import E4M3FN

@@ -9,11 +9,12 @@ from mpmath import exp, findroot, mp, mpf
 
 from conformance.operations import moe
 from fuzz.case import Case
+from references import gemm_formats
 from references.accumulators import sums
 from references.blocks import dequantize, quantize
 from references.elements import E2M1, E4M3FN
 from references.enclosures import Enclosure
-from references.gemm_formats import operand, sides
+from references.gemm_formats import Stored, sides
 from references.moe import config_of, product, requantise, swiglu
 from references.moe.activation import MINIMUM, MINIMUM_AT, silu_range
 from references.moe.config import activation_scales
@@ -193,19 +194,45 @@ def test_every_candidate_operand_has_its_fp32_sums_inside(name, accumulator):
         weight, b_scheme if words[1] != "ue8m0" else scheme("deepseek_fp8", "128x128", "ceil"), ANY, global_scale=outer
     )
     payload = pack_fp4(stored.payload) if scheme_.element.bits == 4 else stored.payload
-    b = operand(payload, stored.scales, second, outer)
+    matrix = Stored(payload, stored.scales, second, outer)
+    b = matrix.decoded()
     radius = middle.abs() * 2.0**-8
     a = requantise(middle - radius, middle + radius, middle, scheme_, first, recipe, outer)
-    found = product(a, b, recipe)
-    bound = found.operand + found.accumulation
-    assert bool((found.operand > 0).any())
-    assert bool((found.operand <= sums(a.nominal, b).size).all())
+    found = product(a, matrix, recipe, a.reach[None])
+    carried = found.carried[0]
+    bound = carried + found.accumulation
+    assert bool((carried > 0).any())
+    assert bool((carried <= sums(a.nominal, b).size).all())
     for _ in range(5):
         h = (middle + (2 * torch.rand(middle.shape, generator=SEED, dtype=F64) - 1) * radius).float()
         values = quantised(h, scheme_, given, recipe).float()
         answers = values @ b.values.float().T, values.flip(1) @ b.values.float().flip(1).T
         for answer in answers:
             assert bool(((answer.double() - found.centre).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("name", ["deepseek fp32", "deepseek ceil", "nvfp4"])
+@pytest.mark.parametrize("accumulator", ["fp32_rn", "fp32_any"])
+def test_a_product_in_pieces_is_the_product(name, accumulator, monkeypatch):
+    scheme_, words, given = SCHEMES[name]
+    outer = None if given is None else torch.tensor([given], dtype=torch.float32)
+    first, second = sides(*words)
+    weights = scheme("deepseek_fp8", "128x128", "ceil" if words[1] == "ue8m0" else "fp32")
+    weights = weights if second.block == (128, 128) else scheme_
+    stored = quantize(draw(389, 256).float(), weights, ANY, global_scale=outer)
+    payload = pack_fp4(stored.payload) if scheme_.element.bits == 4 else stored.payload
+    matrix = Stored(payload, stored.scales, second, outer)
+    middle = draw(3, 256)
+    a = requantise(middle * 0.99, middle * 1.01, middle, scheme_, first, ANY, outer)
+    recipe = Recipe(source="a test", accumulator=accumulator)
+    whole = product(a, matrix, recipe, a.reach[None])
+    monkeypatch.setitem(gemm_formats.PIECE, "cpu", 256 * 128)
+    pieces = [piece.rows for piece in matrix.pieces()]
+    assert len(pieces) > 1
+    assert sum(pieces) == 389
+    apart = product(a, matrix, recipe, a.reach[None])
+    for field in ("centre", "accumulation", "size", "carried", "weights"):
+        assert torch.allclose(getattr(apart, field), getattr(whole, field), rtol=1e-9, atol=0), field
 
 
 # The whole
@@ -256,7 +283,8 @@ def true_quantised(row, case, given):
 def true_layer(case, inputs):
     """Exact arithmetic throughout; silu to 40 digits."""
     config = config_of(case)
-    experts = [[operand_values(w) for w in pair] for pair in map(moe.expert_operands(config, inputs), range(2))]
+    stored = moe.expert_operands(config, inputs)
+    experts = [[operand_values(w.decoded()) for w in stored(expert)] for expert in range(2)]
     x_given, h_given = (None if s is None else Fraction(float(s)) for s in activation_scales(inputs))
     inner, limit, output = case.integer("intermediate"), config.limit, []
     for token, row in enumerate(inputs["x"].double().tolist()):
