@@ -32,7 +32,7 @@ def test_headers_come_from_wheels_or_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("LIBRARY_PATH", "")
     cuda = toolkit(tmp_path / "cuda", ["nvrtc.h"])
     (tmp_path / "one").mkdir()
-    with pytest.raises(LookupError, match="pip install nvidia-cublas nvidia-curand$"):
+    with pytest.raises(LookupError, match=r"pip install nvidia-cublas nvidia-curand$"):
         flashinfer_modules.add_missing_parts(cuda, tmp_path / "one")
     wheel = tmp_path / "site" / "nvidia" / "cu13"
     (wheel / "include").mkdir(parents=True)
