@@ -219,12 +219,15 @@ def probe(
 
 @app.command()
 def gating(
-    library: Annotated[list[str] | None, _many("--library", "NAME", "flashinfer, sglang or triton.")] = None,
+    library: Annotated[
+        list[str] | None, _many("--library", "NAME", "flashinfer, sglang, torch, triton, backends.")
+    ] = None,
     subject: Annotated[list[str] | None, _many("--subject", "TEXT", "Part of a runner, function or kernel.")] = None,
     sm: Annotated[list[str] | None, _many("--sm", "NUMBER", "This architecture only, such as 90.")] = None,
     expected: Annotated[Path | None, typer.Option(metavar="FILE", help="Published claims.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/gating"),
     strict: Annotated[bool, typer.Option("--strict", help="What cannot be observed counts too.")] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Also call what is at hand on this GPU.")] = "",
 ) -> int:
     """Compare what libraries say of each GPU architecture with what is published, without a GPU."""
     from conformance.gating import command
@@ -237,6 +240,7 @@ def gating(
         expected=expected or claims.DEFAULT,
         out=out,
         strict=strict,
+        device=device,
     )
     return command.gating(settings, Console())
 

@@ -9,14 +9,30 @@ from pathlib import Path
 
 from rich.console import Console
 
+from conformance import discover
+from conformance import ledger as ledgers
 from conformance.discover import UsageError
 from conformance.gating import expected as claims
 from conformance.gating import table
-from conformance.gating.model import ARCHITECTURES, LIBRARIES, Finding, Gap, numbers
+from conformance.gating.model import (
+    ARCHITECTURES,
+    LIBRARIES,
+    WITHOUT_NAMES,
+    Finding,
+    Gap,
+    Observed,
+    Truth,
+    numbers,
+)
 from conformance.gating.observed import observe
 from conformance.gating.rules import findings, without_subject
+from conformance.gating.rules_truth import fake_against_real, from_truth
+from conformance.gating.truth import CALLED, called, device_architecture
+from conformance.gating.truth_backends import backends_called
 
 AGREE, DISAGREE = 0, 1
+ON_DEVICE = ("flashinfer", "torch")
+"""Libraries whose gates are asked by way of torch's device, so that a real one can stand in for the faked one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +45,7 @@ class Settings:
     expected: Path = claims.DEFAULT
     out: Path = Path("out/gating")
     strict: bool = False
+    device: str = ""
 
 
 def gating(settings: Settings, console: Console) -> int:
@@ -39,13 +56,17 @@ def gating(settings: Settings, console: Console) -> int:
     for sm in settings.sms:
         if sm not in ARCHITECTURES:
             raise UsageError(f"--sm {sm} is none of {', '.join(map(str, ARCHITECTURES))}")
+    _check_device(settings.device)
     try:
         expected = claims.load(settings.expected)
     except claims.ExpectedError as error:
         raise UsageError(str(error)) from None
     sms = sorted(set(settings.sms)) or ARCHITECTURES
     parts = []
-    for library in dict.fromkeys(settings.libraries or LIBRARIES):
+    truths: list[Truth] = []
+    more: list[Finding] = []
+    everything = LIBRARIES if settings.device else WITHOUT_NAMES
+    for library in dict.fromkeys(settings.libraries or everything):
         console.print(f"asking {library} ...", highlight=False)
         part = observe(library, sms, subjects=settings.subjects)
         lost = without_subject(part, expected) if part.observations and not settings.subjects else ()
@@ -53,11 +74,15 @@ def gating(settings: Settings, console: Console) -> int:
             Gap(library=library, reason=f"{name}: claims speak of it, {library} {part.version} has none")
             for name in lost
         )
-        parts.append(replace(part, gaps=(*part.gaps, *gaps)))
+        part = replace(part, gaps=(*part.gaps, *gaps))
+        if settings.device:
+            part = _called(settings, part, truths, more, console)
+        parts.append(part)
     if settings.subjects and not any(part.observations or part.gaps for part in parts):
         raise UsageError(f"--subject {' '.join(settings.subjects)} names nothing")
-    found = tuple(finding for part in parts for finding in findings(part, expected))
-    result = table.Result(tuple(parts), expected, found)
+    found = [finding for part in parts for finding in findings(part, expected)]
+    found += more + [finding for part in parts for finding in from_truth(part, truths)]
+    result = table.Result(tuple(parts), expected, tuple(found), tuple(truths))
     try:
         paths = table.write(result, settings.out)
     except OSError as error:
@@ -68,6 +93,32 @@ def gating(settings: Settings, console: Console) -> int:
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)
     unseen = settings.strict and (result.gaps or result.unseen_claims)
     return DISAGREE if result.disagreements or unseen else AGREE
+
+
+def _check_device(device: str) -> None:
+    if device:
+        here = [name for name in discover.devices() if name != "cpu"]
+        if device not in here:
+            raise UsageError(f"--device {device!r} is none of {', '.join(here) or 'this machine, which has no GPU'}")
+
+
+def _called(settings: Settings, part: Observed, truths: list[Truth], more: list[Finding], console: Console) -> Observed:
+    """What calls on the device come to, and whether the gates answer there as on the faked one."""
+    device, subjects = settings.device, settings.subjects
+    console.print(f"calling {part.library} on {device} ...", highlight=False)
+    rows: list[Truth] = []
+    if part.library == "backends":
+        rows = backends_called(device, settings.out / "calls", ledgers.load(ledgers.DEFAULT), subjects, console)
+    elif part.library in CALLED and part.version:
+        rows = called(part.library, device, subjects=subjects)
+        if not rows and not subjects:
+            gap = Gap(library=part.library, reason=f"its calls do not start on {device}")
+            return replace(part, gaps=(*part.gaps, gap))
+    truths += rows
+    if part.library in ON_DEVICE and part.version:
+        here = sorted({row.sm for row in rows}) or device_architecture(device)
+        more += fake_against_real(part, observe(part.library, here, subjects=subjects, real=True)) if here else []
+    return part
 
 
 def _show(result: table.Result, console: Console) -> None:

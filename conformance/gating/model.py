@@ -9,7 +9,10 @@ from typing import Literal
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 107, 110, 120, 121)
 """Compute capabilities, ten times the major plus the minor number."""
-LIBRARIES = ("flashinfer", "sglang", "triton")
+LIBRARIES = ("flashinfer", "sglang", "torch", "triton", "backends")
+"""`backends`: what this project's own backends claim; asked by name, and where a device is called."""
+WITHOUT_NAMES = LIBRARIES[:-1]
+"""What is asked where no library is named."""
 
 Answer = Literal["yes", "no", "unknown", "error"]
 """yes: admits. no: refuses the architecture. unknown: cannot tell here. error: raises what no caller expects."""
@@ -102,7 +105,7 @@ class Finding:
     """A disagreement. rule: its name. variants: which, all if empty. sms: where.
 
     source: who says otherwise. explained: the reason of the row that explains it, empty if none does. everywhere:
-    whether it shows only where all architectures are asked.
+    whether it shows only where all architectures are asked. line: what shows it again, if that is another line.
     """
 
     rule: str
@@ -114,6 +117,7 @@ class Finding:
     source: str = ""
     explained: str = ""
     everywhere: bool = False
+    line: str = ""
 
     @property
     def what(self) -> str:
@@ -123,8 +127,33 @@ class Finding:
     @property
     def repro(self) -> str:
         """The one line that shows it again."""
+        if self.line:
+            return self.line
         words = [f"python -m conformance gating --library {self.library} --subject {self.subject}"]
         return " ".join(words + ([] if self.everywhere else [f"--sm {sm}" for sm in self.sms]))
+
+
+Outcome = Literal["right", "wrong", "refused", "raised", "crashed", "hung"]
+"""What a real call came to. refused: an exception of the kind that says no, with the device usable afterwards."""
+OUTCOMES: tuple[Outcome, ...] = ("wrong", "crashed", "hung", "raised", "refused", "right")
+"""The worst first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What calls of one subject and variant came to on a real device.
+
+    calls: how many. repro: the line that shows the worst of them again.
+    """
+
+    library: str
+    subject: str
+    variant: str
+    sm: int
+    outcome: Outcome
+    detail: str = ""
+    calls: int = 1
+    repro: str = ""
 
 
 def numbers(sms: Iterable[int]) -> str:

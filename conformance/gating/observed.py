@@ -27,12 +27,13 @@ def observe(
     patches: Sequence[Path] = (),
     python: str = sys.executable,
     limit: float = LIBRARY_S,
+    real: bool = False,
 ) -> Observed:
     """All gates of one library on these architectures; a library that is missing or dies is a gap, never an exception.
 
     subjects: parts of the names of what is asked, all if empty. patches: Python files, each run in forks of its own
     after the library is imported; the observations under the i-th have ``patch`` i + 1. python: the interpreter.
-    limit: seconds for everything.
+    limit: seconds for everything. real: whether the real device answers, not the faked one.
     """
     request = {
         "library": library,
@@ -41,10 +42,13 @@ def observe(
         "patches": [str(patch) for patch in patches],
         "probe_s": PROBE_S,
         "sm_s": SM_S,
+        "real": real,
     }
     before = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([str(ROOT), *([before] if before else [])])
-    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
+    if not real:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [python, "-P", "-m", "conformance.gating.child", json.dumps(request)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
@@ -85,4 +89,22 @@ def _read(library: str, lines: Sequence[str], reason: str) -> Observed:
                 rows.append(Observation(library=library, gates=gates, facts=tuple(said["facts"]), **row))
     if reason:
         gaps.append(Gap(library=library, reason=reason))
+    if library == "backends":
+        rows += _unclaimed(rows)
     return Observed(library=library, version=version, observations=tuple(rows), gaps=tuple(gaps), notes=tuple(notes))
+
+
+def _unclaimed(rows: Sequence[Observation]) -> list[Observation]:
+    """What a backend claims on another architecture and not on one where it answered is refused there."""
+    where: dict[tuple[str, str], set[int]] = {}
+    for row in rows:
+        where.setdefault((row.subject, row.variant), set()).add(row.sm)
+    silent = {(row.subject, row.sm) for row in rows if not row.variant}
+    gate = Gate("claims", "no", "no claim")
+    return [
+        Observation(library="backends", subject=subject, variant=variant, sm=sm, gates=(gate,))
+        for (subject, variant), sms in where.items()
+        if variant
+        for sm in sorted({row.sm for row in rows} - sms)
+        if (subject, sm) not in silent
+    ]

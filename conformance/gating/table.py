@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conformance.gating.expected import Expected
-from conformance.gating.model import Finding, Gap, Observation, Observed, numbers
+from conformance.gating.model import Finding, Gap, Observation, Observed, Truth, numbers
 from reports.markdown import code, plain
 from reports.markdown import table as lines_of
 
@@ -26,6 +26,8 @@ COLUMNS = (
     "sm",
     "expected",
     "observed",
+    "compiled",
+    "true",
     "gates",
     "facts",
     "detail",
@@ -45,6 +47,7 @@ class Result:
     observed: tuple[Observed, ...]
     expected: Expected
     findings: tuple[Finding, ...]
+    truths: tuple[Truth, ...] = ()
 
     @property
     def disagreements(self) -> list[Finding]:
@@ -92,6 +95,7 @@ def frame(result: Result) -> pd.DataFrame:
 def _row(result: Result, part: Observed, item: Observation) -> dict[str, object]:
     claims = [row for row in result.expected.support if row.covers(item, part.version)]
     expected = "" if not claims else "yes" if item.sm in claims[0].admits else "no"
+    compiled = item.gate("compile") is not None
     repro = f"python -m conformance gating --library {item.library} --subject {item.subject} --sm {item.sm}"
     return {
         "status": status(result, part, item),
@@ -101,13 +105,24 @@ def _row(result: Result, part: Observed, item: Observation) -> dict[str, object]
         "variant": item.variant,
         "sm": item.sm,
         "expected": expected,
-        "observed": item.answer,
+        "observed": "" if compiled else item.answer,
+        "compiled": item.answer if compiled else "",
+        "true": _true(result, item),
         "gates": ", ".join(f"{gate.name} {gate.answer}" for gate in item.gates),
         "facts": ", ".join(item.facts),
         "detail": item.detail,
         "source": "; ".join(row.source for row in claims),
         "repro": repro,
     }
+
+
+def _true(result: Result, item: Observation) -> str:
+    """What calls of this came to on the device at hand; empty where nothing was called."""
+    key = (item.library, item.subject, item.variant, item.sm)
+    return next(
+        (truth.outcome for truth in result.truths if (truth.library, truth.subject, truth.variant, truth.sm) == key),
+        "",
+    )
 
 
 def status(result: Result, part: Observed, item: Observation) -> str:
@@ -148,6 +163,7 @@ def markdown(result: Result) -> str:
     ):
         if findings:
             lines += [f"## {title}", "", *_findings(findings), ""]
+    lines += _truths(result)
     lines += _not_observed(result)
     for part in result.observed:
         if part.observations:
@@ -175,6 +191,28 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
             ]
         )
     return lines_of(("rule", "what", "where", "disagreement", "source or reason", "shows it again"), rows)
+
+
+def _truths(result: Result) -> list[str]:
+    """What calls came to on the device at hand, rows with the same joined."""
+    if not result.truths:
+        return []
+    answers = {
+        (item.library, item.subject, item.variant, item.sm): item.answer
+        for part in result.observed
+        for item in part.observations
+    }
+    same: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for truth in result.truths:
+        gate = WORDS.get(answers.get((truth.library, truth.subject, truth.variant, truth.sm), "unknown"), "?")
+        key = (truth.library, truth.subject, f"SM{truth.sm}", gate, truth.outcome, truth.detail)
+        same[key].append(f"{truth.variant} ({truth.calls})")
+    rows = [
+        [plain(library), code(subject), plain(", ".join(variants)), sm, gate, outcome, plain(detail, 200)]
+        for (library, subject, sm, gate, outcome, detail), variants in same.items()
+    ]
+    head = ("library", "subject", "variants (calls)", "device", "gate", "calls came to", "what was said")
+    return ["## Truth on the device at hand", "", *lines_of(head, rows), ""]
 
 
 def _not_observed(result: Result) -> list[str]:
