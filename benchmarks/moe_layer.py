@@ -64,8 +64,11 @@ class Layer:
             grid = -(-rows // 128), -(-columns // 128)
             exponents = level + torch.arange(grid[0] * grid[1], device=self.pool.device).view(grid) % 3
             side = self.config.sides[1]
-            scales = exponents + 127 if side.scale == "ue8m0" else torch.ldexp(torch.full_like(exponents, 1.3, dtype=torch.float64), exponents)
-            found.append(Stored(codes, scales.to(torch.uint8 if side.scale == "ue8m0" else torch.float32), side))
+            if side.scale == "ue8m0":
+                scales = (exponents + 127).to(torch.uint8)
+            else:
+                scales = torch.ldexp(torch.full_like(exponents, 1.3, dtype=torch.float32), exponents)
+            found.append(Stored(codes, scales, side))
         return found[0], found[1]
 
 
