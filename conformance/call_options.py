@@ -87,9 +87,9 @@ def called(
     torch.cuda.synchronize(device)
     if replay:
         return _replayed(call, inputs, real, buffers, device)
-    side = torch.cuda.Stream(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
-        torch.cuda._sleep(BUSY_CYCLES)
+        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
         _fill(inputs, real)
         parts = call(inputs)
     side.synchronize()
@@ -124,7 +124,7 @@ def _replayed(
     buffers: Buffers,
     device: torch.device,
 ) -> Any:
-    side = torch.cuda.Stream(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         call(inputs)  # libraries compile and allocate at the first call
     side.synchronize()

@@ -12,6 +12,7 @@ from conformance.messages import Description
 from fuzz import plan as plans
 from fuzz.case import Case, CaseError
 from fuzz.grammar import GRAMMAR, Choice
+from fuzz.real_shapes import real_cases
 from references.backend import Claim
 
 DEFAULT_CASES = 40
@@ -84,6 +85,26 @@ def draw(chosen: Sequence[Group], descriptions: Sequence[Description], seed: int
     return interleaved(dict.fromkeys(plan))
 
 
+def real(chosen: Sequence[Group], descriptions: Sequence[Description]) -> list[Case]:
+    """The cases of real sizes that some backend claims, their words bent to its claims, one of each group in turn.
+
+    The output past 2^31 elements is among them where no backend runs on a CPU. Raises `UsageError`.
+    """
+    vast = all(about.device != "cpu" for about in descriptions)
+    found: dict[Case, None] = {}
+    for about in descriptions:
+        for claim in (Claim.from_json(item.claim) for item in about.claims):
+            group = claim.operation, claim.variant
+            for number, case in enumerate(real_cases(*group, vast=vast) if group in chosen else ()):
+                bent = case if claim.refusal(case) is None else bend(case, claim, number, 0)
+                if bent is not None and _sizes(bent) == _sizes(case):
+                    found.setdefault(bent)
+    plan = interleaved(found)
+    if not plan:
+        raise UsageError("--shapes real: no operation and format that is asked for and claimed has real shapes")
+    return plan
+
+
 def interleaved(plan: Iterable[Case]) -> list[Case]:
     """One case of each group in turn, so that a run that is cut short has seen them all."""
     columns: dict[Group, list[Case]] = {}
@@ -125,6 +146,11 @@ def _bent(pool: Sequence[Case], claims: Sequence[Claim]) -> Iterator[Case]:
                     yield bent
         if len(known) == before:
             return
+
+
+def _sizes(case: Case) -> dict[str, str]:
+    rule = GRAMMAR[case.operation][case.variant]
+    return {key: case[key] for key, domain in rule.keys.items() if not isinstance(domain, Choice)}
 
 
 def bend(case: Case, claim: Claim, number: int, turn: int) -> Case | None:

@@ -52,6 +52,7 @@ class Settings:
     resume: bool = False
     reverse: bool = False
     sweep: str = sweeps.ALL
+    shapes: str = "drawn"
     limits: Limits = field(default_factory=Limits)
     command: str = ""
 
@@ -89,7 +90,7 @@ def prepare(settings: Settings, asked: Asked, ledger: Ledger, fleet: Fleet) -> t
     chosen, given = asked
     survey = fleet.survey(settings.backends, settings.devices, settings.limits.jobs)
     descriptions = [item.description for item in survey.found]
-    plan = list(dict.fromkeys(given)) or planning.draw(chosen, descriptions, settings.seed, settings.cases)
+    plan = list(dict.fromkeys(given)) or planned(settings, chosen, descriptions)
     groups = list(dict.fromkeys((case.operation, case.variant) for case in plan))
     targets = [
         Target(description=item.description, start=item.start, ledger=ledger.narrowed(item.description, groups))
@@ -97,6 +98,12 @@ def prepare(settings: Settings, asked: Asked, ledger: Ledger, fleet: Fleet) -> t
     ]
     _check_something_runs(plan, targets, survey)
     return plan, targets, survey
+
+
+def planned(settings: Settings, chosen: list[planning.Group], descriptions: list[Description]) -> list[Case]:
+    """The plan where no cases are given: drawn, of real shapes, or both. Raises `UsageError`."""
+    drawn = [] if settings.shapes == "real" else planning.draw(chosen, descriptions, settings.seed, settings.cases)
+    return [*drawn, *(planning.real(chosen, descriptions) if settings.shapes != "drawn" else ())]
 
 
 def _check_something_runs(plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,10 @@ from references.recipes import Recipe
 from references.tensor_level import examine
 
 NAME = "gemm"
+JUDGED_PRODUCTS = 2**33
+"""Products up to which every row of an output is judged."""
+JUDGED_ELEMENTS = 2**23
+"""Most elements of a sample of rows."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = frozenset({"accumulator", "promotion", "scale_combination", "split_k", "out_rounding", "subnormals"})
 
@@ -39,25 +44,61 @@ def outputs(case: Case) -> dict[str, OutputSpec]:
     return {"output": OutputSpec((case.integer("m"), case.integer("n")), DTYPES[case["out"]])}
 
 
-def operands(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Operand, Operand]:
-    """Both operands, decoded."""
+def operands(case: Case, inputs: Mapping[str, Tensor], chosen: Tensor | None = None) -> tuple[Operand, Operand]:
+    """Both operands, decoded; of A the rows chosen."""
     found = []
     for name, rows, side in zip("ab", ("m", "n"), sides(case.variant, case["scale"]), strict=True):
         scales = inputs.get(f"{name}_scales")
         if scales is not None:
             shape = case.integer(rows), case.integer("k")
             scales = plain_scales(scales, side, case["layout"], shape, activation=name == "a")
-        found.append(operand(inputs[name], scales, side, inputs.get(f"{name}_global_scale")))
+        numbers = inputs[name]
+        if chosen is not None and name == "a":
+            where = chosen.to(numbers.device)
+            numbers = numbers[where]
+            scales = scales if scales is None or side.block is None else scales[where]
+        found.append(operand(numbers, scales, side, inputs.get(f"{name}_global_scale")))
     return found[0], found[1]
 
 
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
     """Membership of every output, equality with an exact model in a sample of rows, and errors of the whole matrix."""
     recipe, dtype = recipe.only(open_choices(case.variant)), DTYPES[case["out"]]
-    a, b = operands(case, inputs)
+    actual, rows = outputs["output"], judged_rows(case)
+    a, b = operands(case, inputs, rows)
+    if rows is not None:
+        problem = not_finite(actual)
+        if problem is not None:
+            return [problem]
+        actual = actual[rows.to(actual.device)]
     found = admissible_gemm(a, b, recipe, dtype)
-    verdict = output_verdict(outputs["output"], found, fp32_reference(a, b, dtype), dtype)
-    return [verdict, *tensor_verdict(case, outputs["output"], found, dtype)]
+    verdict = output_verdict(actual, found, fp32_reference(a, b, dtype), dtype, numbers=rows)
+    return [verdict, *tensor_verdict(case, actual, found, dtype)]
+
+
+def judged_rows(case: Case) -> Tensor | None:
+    """Numbers of the rows that are judged where a product is too large for all of them; None if all are.
+
+    Evenly spread, the first and the last among them. Of the others only that they are finite is asked.
+    """
+    m, n, k = (case.integer(key) for key in "mnk")
+    if m * n * k <= JUDGED_PRODUCTS:
+        return None
+    count = max(2, min(JUDGED_PRODUCTS // (n * k), JUDGED_ELEMENTS // n))
+    return torch.div(torch.arange(count) * (m - 1), count - 1, rounding_mode="floor") if count < m else None
+
+
+def not_finite(actual: Tensor) -> PartVerdict | None:
+    """The verdict on an output that holds anything but finite numbers; None if it does not."""
+    for start in range(0, len(actual), step := max(1, 2**26 // actual.shape[1])):
+        bad = (~torch.isfinite(actual[start : start + step])).nonzero()
+        if len(bad):
+            row, column = start + int(bad[0, 0]), int(bad[0, 1])
+            message = f"not finite at [{row}, {column}]: {float(actual[row, column])}; nothing here overflows"
+            return PartVerdict(
+                part="output", verdict="wrong", headroom=math.inf, worst_index=[row, column], message=message
+            )
+    return None
 
 
 def tensor_verdict(case: Case, actual: Tensor, found: Admissible, dtype: torch.dtype) -> list[PartVerdict]:
@@ -82,11 +123,13 @@ def output_verdict(
     *,
     shape: tuple[int, ...] | None = None,
     unjudged: Tensor | None = None,
+    numbers: Tensor | None = None,
 ) -> PartVerdict:
     """The verdict on an output matrix ``[rows, n]``.
 
     rival: the answer of an FP32 matmul on dequantised operands; the message compares errors with it. shape: of the
-    part, where it has more dimensions. unjudged: bool ``[rows]``, rows where everything is admissible.
+    part, where it has more dimensions. unjudged: bool ``[rows]``, rows where everything is admissible. numbers: of the
+    rows within a larger part, where these are a sample.
 
     bit_equal counts the modelled rows where there are any, else every judged row against the exact sum rounded once.
     """
@@ -116,11 +159,12 @@ def output_verdict(
         equal=equal.view(shape),
         kinds=classify(interval.centre).view(shape),
         example=example,
+        place=tuple if numbers is None else lambda index: (int(numbers[index[0]]), *index[1:]),
     )
     counted = equal[found.modelled] if bool(found.modelled.any()) else equal[~skipped]
-    index = verdict.worst_index or [0]
-    worst = row_of(index, shape), index[-1]
+    worst = divmod(int(headroom.nan_to_num(nan=math.inf).argmax()), headroom.shape[1])
     note = compared(wide[~skipped], rival[~skipped], interval.centre[~skipped])
+    note += "" if numbers is None else f"; {len(numbers)} rows judged, the others finite"
     return replace(
         verdict,
         error=root_mean_square(distance(wide[~skipped], interval.centre[~skipped])),

@@ -41,6 +41,7 @@ def part_verdict(
     classes: tuple[str, ...] = CLASSES,
     error: Tensor | None = None,
     example: Callable[[tuple[int, ...]], dict[str, Any]],
+    place: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
 ) -> PartVerdict:
     """Fold element-wise facts into a verdict.
 
@@ -48,6 +49,7 @@ def part_verdict(
         the nominal answer; class of the element's input, an index into ``classes`` (see `classify`).
     error: FP64 |out - exact| of each element (see `distance`); None where there is none.
     example: describes the element at an index (``actual``, ``admissible``, ``input``).
+    place: the index to be told of an element, where these tensors are a sample of the part.
     """
     bit_equal = float(equal.to(torch.float64).mean())
     flat = torch.where(torch.isnan(headroom), torch.inf, headroom.to(torch.float64)).reshape(-1)
@@ -56,7 +58,7 @@ def part_verdict(
     common: dict[str, Any] = {
         "part": part,
         "headroom": float(flat[worst]),
-        "worst_index": list(worst_index),
+        "worst_index": list(place(worst_index)),
         "bit_equal": bit_equal,
         "error": None if error is None else root_mean_square(error),
     }
@@ -66,7 +68,7 @@ def part_verdict(
     present = set(kinds.reshape(-1)[outside].tolist())
     seen = tuple(sorted(classes[int(kind)] for kind in present))
     examples = [
-        {"index": list(index), **example(index)}
+        {"index": list(place(index)), **example(index)}
         for index in (_unravel(int(position), inside.shape) for position in outside[:EXAMPLES])
     ]
     first = examples[0]
