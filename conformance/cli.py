@@ -77,6 +77,7 @@ def run(
     memory_limit: Memory = MEMORY_LIMIT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     order: Annotated[str, typer.Option(metavar="plan|reversed", help="Order of the cases.")] = "plan",
+    shapes: Annotated[str, typer.Option(metavar="drawn|real|all", help="Which sizes the plan's cases have.")] = "drawn",
     sweep: Annotated[
         str, typer.Option(metavar="all|none|KEY=WORD,...", help="Call options to run some cases under again.")
     ] = "all",
@@ -89,6 +90,8 @@ def run(
         raise UsageError(f"--order {order!r} is neither plan nor reversed")
     if case and plan:
         raise UsageError("--case and --plan exclude each other")
+    if shapes not in ("drawn", "real", "all"):
+        raise UsageError(f"--shapes {shapes!r} is none of drawn, real, all")
     limits = Limits(
         jobs=jobs or _cpus(),
         deadline=_parsed("--deadline", units.seconds, deadline),
@@ -110,6 +113,7 @@ def run(
         resume=resume,
         reverse=order == "reversed",
         sweep=sweep,
+        shapes=shapes,
         limits=limits,
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
     )
