@@ -165,27 +165,42 @@ def fuzz(
 
 @app.command()
 def repro(
-    case: Annotated[str, typer.Argument(metavar="CASE", help="The case's text, in quotes.")],
-    backend: Annotated[str, typer.Option(metavar="NAME", help="The backend to call.")],
-    device: Annotated[str, typer.Option(metavar="NAME", help="Such as cuda:0.")] = "cpu",
+    subject: Annotated[
+        str, typer.Argument(metavar="CASE|ID|CAPSULE|RUN.JSON", help="A case's text in quotes, an id, or a file.")
+    ],
+    backend: Annotated[str, typer.Option(metavar="NAME", help="The backend to call; a file names its own.")] = "",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Such as cuda:0; cpu if nothing says another.")] = "",
     option: Annotated[list[str] | None, _many("--option", "KEY=VALUE", "A call option.")] = None,
     plugin: Plugins = None,
-    times: Annotated[int, typer.Option(min=1, metavar="N", help="Repeat the case in one worker.")] = 1,
+    folder: Annotated[Path, typer.Option("--in", metavar="DIR", help="The run in which an id is looked up.")] = Path(
+        "out/conformance"
+    ),
+    times: Annotated[int, typer.Option(min=1, metavar="N", help="Repeat it in one worker: how often it fails.")] = 1,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Make it smaller and write a capsule.")] = False,
+    budget: Annotated[str, typer.Option(metavar="DURATION", help="For shrinking.")] = "60s",
+    capsule: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a capsule there.")] = None,
+    script: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a script that needs torch and the library only.")
+    ] = None,
     expect_sha256: Annotated[str, typer.Option(metavar="HASH", help="What the inputs must hash to.")] = "",
     deadline: Deadline = DEADLINE,
     memory_limit: Memory = MEMORY_LIMIT,
 ) -> int:
-    """Show one case on one backend again, with the elements that differ."""
+    """Show one failure again, with the elements that differ; make it smaller, keep it, export it."""
     from conformance import repro as repros
 
     request = repros.Request(
-        case=case,
+        subject=subject,
         backend=backend,
         device=device,
         options=repros.parse_options(option or ()),
         plugins=tuple(plugin or ()),
+        folder=folder,
         times=times,
         expected=expect_sha256,
+        shrink=_parsed("--budget", units.seconds, budget) if shrink else 0.0,
+        keep=capsule,
+        script=script,
         deadline=_parsed("--deadline", units.seconds, deadline),
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
     )
@@ -232,6 +247,9 @@ def gating(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/gating"),
     strict: Annotated[bool, typer.Option("--strict", help="What cannot be observed counts too.")] = False,
     device: Annotated[str, typer.Option(metavar="NAME", help="Also call what is at hand on this GPU.")] = "",
+    against: Annotated[
+        list[str] | None, _many("--against", "VERSION|PATH", "List changes from this LIBRARY==VERSION or interpreter.")
+    ] = None,
 ) -> int:
     """Compare what libraries say of each GPU architecture with what is published, without a GPU."""
     from conformance.gating import command
@@ -245,6 +263,7 @@ def gating(
         out=out,
         strict=strict,
         device=device,
+        against=tuple(against or ()),
     )
     return command.gating(settings, Console())
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from conformance import discover
 from conformance import ledger as ledgers
 from conformance.discover import UsageError
+from conformance.gating import against, table
 from conformance.gating import expected as claims
-from conformance.gating import table
 from conformance.gating.model import (
     ARCHITECTURES,
     LIBRARIES,
@@ -46,6 +46,7 @@ class Settings:
     out: Path = Path("out/gating")
     strict: bool = False
     device: str = ""
+    against: tuple[str, ...] = ()
 
 
 def gating(settings: Settings, console: Console) -> int:
@@ -57,6 +58,7 @@ def gating(settings: Settings, console: Console) -> int:
         if sm not in ARCHITECTURES:
             raise UsageError(f"--sm {sm} is none of {', '.join(map(str, ARCHITECTURES))}")
     _check_device(settings.device)
+    others = [against.parse(text, settings.libraries) for text in settings.against]
     try:
         expected = claims.load(settings.expected)
     except claims.ExpectedError as error:
@@ -80,9 +82,10 @@ def gating(settings: Settings, console: Console) -> int:
         parts.append(part)
     if settings.subjects and not any(part.observations or part.gaps for part in parts):
         raise UsageError(f"--subject {' '.join(settings.subjects)} names nothing")
+    between = tuple(change for other in others for change in _between(other, parts, sms, expected, settings, console))
     found = [finding for part in parts for finding in findings(part, expected)]
     found += more + [finding for part in parts for finding in from_truth(part, truths)]
-    result = table.Result(tuple(parts), expected, tuple(found), tuple(truths))
+    result = table.Result(tuple(parts), expected, tuple(found), tuple(truths), between)
     try:
         paths = table.write(result, settings.out)
     except OSError as error:
@@ -91,8 +94,38 @@ def gating(settings: Settings, console: Console) -> int:
     _show(result, console)
     for path in paths:
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)
-    unseen = settings.strict and (result.gaps or result.unseen_claims)
+    unseen = settings.strict and (result.gaps or result.unseen_claims or result.unexplained_changes)
     return DISAGREE if result.disagreements or unseen else AGREE
+
+
+def _between(
+    other: against.Against,
+    parts: list[Observed],
+    sms: Sequence[int],
+    expected: claims.Expected,
+    settings: Settings,
+    console: Console,
+) -> list[Finding]:
+    """What changed from another version to the one that was asked; what cannot be asked is a gap of its library."""
+    found: list[Finding] = []
+    for place, new in enumerate(parts):
+        if other.library not in ("", new.library) or not new.version or new.library == "backends":
+            continue
+        console.print(f"asking {new.library} {other.version or other.python} ...", highlight=False)
+        if other.python:
+            old = observe(new.library, sms, subjects=settings.subjects, python=other.python)
+        else:
+            path = [against.installed(other, settings.out.absolute() / "against")]
+            old = observe(new.library, sms, subjects=settings.subjects, path=path)
+        reason = "; ".join(dict.fromkeys(gap.reason for gap in old.gaps))
+        if old.observations and against.same_version(old, new):
+            reason = f"it is {old.version} too"
+        if reason:
+            gap = Gap(library=new.library, reason=f"not comparable with {other.version or other.python}: {reason}")
+            parts[place] = replace(new, gaps=(*new.gaps, gap))
+        elif old.observations:
+            found += against.changes(old, new, expected, other.spec)
+    return found
 
 
 def _check_device(device: str) -> None:
@@ -129,6 +162,8 @@ def _show(result: table.Result, console: Console) -> None:
         say(_line(finding))
         if not finding.explained:
             say(f"    {finding.repro}")
+    for change in result.changes:
+        say(_line(change, "explained" if change.explained else "changed"))
     for gap in result.gaps:
         say(f"not observed: {gap.library}{f' on SM{gap.sm}' if gap.sm else ''}: {gap.reason}")
     if result.unseen_claims:
@@ -136,8 +171,8 @@ def _show(result: table.Result, console: Console) -> None:
     say(table.headline(result))
 
 
-def _line(finding: Finding) -> str:
-    mark = "known" if finding.explained else "DISAGREE"
+def _line(finding: Finding, mark: str = "") -> str:
+    mark = mark or ("known" if finding.explained else "DISAGREE")
     why = finding.explained or finding.source
     said = f"{mark} {finding.rule}: {finding.library} {finding.what} on {numbers(finding.sms)}: {finding.message}"
     return f"{said} [{why}]" if why else said

@@ -48,11 +48,17 @@ class Result:
     expected: Expected
     findings: tuple[Finding, ...]
     truths: tuple[Truth, ...] = ()
+    changes: tuple[Finding, ...] = ()
 
     @property
     def disagreements(self) -> list[Finding]:
         """Findings that nothing explains."""
         return [finding for finding in self.findings if not finding.explained]
+
+    @property
+    def unexplained_changes(self) -> int:
+        """How many changes from another version no published claim explains."""
+        return sum(not change.explained for change in self.changes)
 
     @property
     def gaps(self) -> list[Gap]:
@@ -160,6 +166,7 @@ def markdown(result: Result) -> str:
     for title, findings in (
         ("Disagreements", result.disagreements),
         ("Known disagreements", [finding for finding in result.findings if finding.explained]),
+        ("Changed from the other version", result.changes),
     ):
         if findings:
             lines += [f"## {title}", "", *_findings(findings), ""]
@@ -287,7 +294,7 @@ def html(result: Result) -> str:
         *(
             f"<p><b>{escape(item.rule)}</b> {escape(item.what)} on {numbers(item.sms)}: "
             f"{escape(item.message)}. {escape(item.explained)} <code>{escape(item.repro)}</code></p>"
-            for item in result.findings
+            for item in (*result.findings, *result.changes)
         ),
         "<h2>Disagreements, known disagreements, not observed</h2>",
         bad.to_html(index=False, escape=True),
