@@ -1,41 +1,59 @@
-"""One case on one backend again: its inputs' hash, a verdict for each part, and the elements that differ."""
+"""A failure once more: its inputs' hash, a verdict for each part, and the elements that differ; smaller, if asked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from conformance import verdicts
+from conformance import capsule as capsules
+from conformance.capsule import Capsule
 from conformance.discover import UsageError
 from conformance.engine import HarnessError, Target
+from conformance.examine import Examination, Examiner
 from conformance.ledger import Ledger
-from conformance.messages import CallReply, Claimed, JudgeReply
-from conformance.process import Worker, WorkerFailed
-from conformance.targets import Fleet
-from conformance.verdicts import Subject
+from conformance.messages import Claimed
+from conformance.process import WorkerFailed
+from conformance.sealing import MAX_EXPLICIT, seal
+from conformance.subjects import OWN_PLUGINS, Subject, subjects
+from conformance.targets import Fleet, Found
+from conformance.tensor_file import TensorFileError
 from fuzz.case import Case
-from reports.record import Record
+from reports.record import Record, repro_line
 
-JUDGE_DEADLINE = 600.0
+if TYPE_CHECKING:
+    from conformance.shrink import Shrunk
+
 _OPTION = re.compile(r"([a-z_]+)=([A-Za-z0-9_.+,:-]+)\Z")
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
+SHRINK_DEADLINE = 10.0
+"""Seconds for a call while shrinking: what hangs is given up sooner than in a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be shown. times: how often. expected: SHA-256 that the inputs must have, any if empty."""
+    """What is to be shown.
 
-    case: str
-    backend: str
-    device: str = "cpu"
+    subject: a case's text, a record's id, a capsule or a run.json. backend, device: empty for those of the subject.
+    folder: the run in which an id is looked up. times: how often. expected: SHA-256 that the inputs must have, any if
+    empty. shrink: seconds to make it smaller first, 0 for none. keep: where capsules go. script: where a script goes.
+    """
+
+    subject: str
+    backend: str = ""
+    device: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
+    folder: Path = Path("out/conformance")
     times: int = 1
     expected: str = ""
+    shrink: float = 0.0
+    keep: Path | None = None
+    script: Path | None = None
     deadline: float = 30.0
     memory_limit: int | None = None
 
@@ -52,108 +70,216 @@ def parse_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def repro(request: Request, ledger: Ledger, console: Console) -> int:
-    """Show the case and return the exit code: 0 if every time everything passes, else 1.
+    """Show the subject and return the exit code: 0 if every time everything passes, else 1.
 
     Raises `UsageError`, or `HarnessError` where the inputs are not those that were expected.
     """
-    case = Case.parse(request.case)
     if request.expected and not _HASH.match(request.expected):
         raise UsageError("--expect-sha256 is not 64 hexadecimal digits in lower case")
-    fleet = Fleet(request.plugins, None, request.memory_limit)
+    found = subjects(request.subject, request.folder)
+    if request.script and len(found) > 1:
+        raise UsageError(f"--script takes one failure, {request.subject} has {len(found)}: name a capsule of them")
+    codes = []
+    for number, subject in enumerate(found, start=1):
+        if len(found) > 1:
+            say(console, f"{'' if number == 1 else chr(10)}failure {number} of {len(found)}")
+        codes.append(_one(request, subject, ledger, console))
+    return max(codes)
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _one(request: Request, subject: Subject, ledger: Ledger, console: Console) -> int:
+    subject = _completed(request, subject)
+    case = Case.parse(subject.case)
+    fleet = Fleet(subject.plugins, None, request.memory_limit)
     try:
-        survey = fleet.survey((request.backend,), (request.device,), 2)
+        survey = fleet.survey((subject.backend,), (subject.device,), 2)
         if not survey.found:
-            raise UsageError(f"{request.backend} does not run: {survey.absent[0].reason}")
+            raise UsageError(f"{subject.backend} does not run: {survey.absent[0].reason}")
         found = survey.found[0]
         target = Target(
             description=found.description,
             start=found.start,
-            options=request.options,
+            options=subject.options,
             ledger=ledger.narrowed(found.description, [(case.operation, case.variant)]),
         )
-        claimed = target.claimed(case)
+        worker, oracle = found.start(), fleet.oracle()
+        examiner = Examiner(target, worker, oracle, request.deadline)
+        claimed = examiner.claimed(case)
         if isinstance(claimed, str):
-            claimed = target.beyond(case) or claimed
-        if isinstance(claimed, str):
-            raise UsageError(f"{request.backend} on {request.device} does not claim this case: {claimed}")
-        return _Repro(request, case, target, claimed, fleet.oracle(), found.start(), console).show()
+            raise UsageError(f"{subject.backend} on {subject.device} does not claim this case: {claimed}")
+        swift = Examiner(target, worker, oracle, min(request.deadline, SHRINK_DEADLINE))
+        return _Repro(request, subject, case, found, claimed, examiner, swift, console).show()
     except WorkerFailed as error:
+        if subject.capsule is not None and "explicit inputs: " in str(error):
+            raise UsageError(f"capsule {subject.capsule.id}: {str(error).partition('explicit inputs: ')[2]}") from None
         raise HarnessError(str(error)) from None
     finally:
         fleet.close()
+
+
+def _completed(request: Request, subject: Subject) -> Subject:
+    """The subject with what the command line adds. Raises `UsageError`."""
+    backend = request.backend or subject.backend
+    if not backend:
+        raise UsageError("Missing option '--backend'.")
+    foreign = [name for name in subject.plugins if name not in OWN_PLUGINS]
+    if foreign and not request.plugins and not request.backend:
+        raise UsageError(f"backend {backend} came from --plugin {foreign[0]}: give --plugin again, if you trust it")
+    own = tuple(name for name in subject.plugins if name in OWN_PLUGINS)
+    return replace(
+        subject,
+        backend=backend,
+        device=request.device or subject.device or "cpu",
+        options=request.options or subject.options,
+        plugins=request.plugins or own,
+        input_sha256=request.expected or subject.input_sha256,
+    )
 
 
 class _Repro:
     def __init__(
         self,
         request: Request,
+        subject: Subject,
         case: Case,
-        target: Target,
+        found: Found,
         claimed: Claimed,
-        oracle: Worker,
-        worker: Worker,
+        examiner: Examiner,
+        swift: Examiner,
         console: Console,
     ) -> None:
-        self._request, self._case, self._target, self._claimed = request, case, target, claimed
-        self._oracle, self._worker, self._console = oracle, worker, console
+        self._request, self._subject, self._case, self._found = request, subject, case, found
+        self._claimed, self._examiner, self._swift, self._console = claimed, examiner, swift, console
+        self._inputs = subject.capsule.inputs if subject.capsule else ()
 
     def show(self) -> int:
         """See `repro`."""
-        request, about = self._request, self._target.description
-        say = self._say
-        say(f"case     {self._case}")
-        say(f"backend  {about.backend} {about.version} on {about.device} {about.device_name}".rstrip())
-        say(f"with     {about.interpreter}; " + ", ".join(f"{k} {v}" for k, v in sorted(about.libraries.items())))
-        say(f"recipe   {self._claimed.recipe_text} ({self._claimed.recipe.get('source', '')})")
-        if request.options:
-            say(f"options  {self._target.options_text}")
-        digest = self._judge(()).input_sha256
-        say(f"inputs   SHA-256 {digest}")
-        if request.expected and digest != request.expected:
-            raise HarnessError(f"the inputs hash to {digest}, expected {request.expected}")
-        failed = 0
-        for number in range(1, request.times + 1):
-            if request.times > 1:
-                say(f"time {number} of {request.times}")
-            failed += self._once()
-        if request.times > 1:
-            say(f"failed {failed} of {request.times} times")
+        subject, target = self._subject, self._examiner.target
+        about, capsule = target.description, subject.capsule
+        digest = self._examiner.judge(self._case, (), self._inputs).input_sha256
+        if subject.input_sha256 and digest != subject.input_sha256:
+            raise HarnessError(f"the inputs hash to {digest}, expected {subject.input_sha256}")
+        self._say(f"case     {self._case}")
+        if self._inputs:
+            self._say(f"         on explicit inputs: {', '.join(f'{w.name} {list(w.shape)}' for w in self._inputs)}")
+        self._say(f"backend  {about.backend} {about.version} on {about.device} {about.device_name}".rstrip())
+        self._say(f"with     {about.interpreter}; " + ", ".join(f"{k} {v}" for k, v in sorted(about.libraries.items())))
+        self._say(f"recipe   {self._claimed.recipe_text} ({self._claimed.recipe.get('source', '')})")
+        if target.options:
+            self._say(f"options  {target.options_text}")
+        self._say(f"inputs   SHA-256 {digest}")
+        for line in _changes(capsule, about.version, about.libraries, self._claimed):
+            self._say(line)
+        failed, last = 0, None
+        for number in range(1, self._request.times + 1):
+            if self._request.times > 1:
+                self._say(f"time {number} of {self._request.times}")
+            examination = self._examiner.examine(self._case, self._inputs)
+            bad = self._shown(examination)
+            failed += bad
+            last = examination if bad or last is None else last
+        if self._request.times > 1:
+            share = failed / self._request.times
+            self._say(f"failed {failed} of {self._request.times} times ({share:.1%})")
+        if failed and last is not None:
+            self._keep(last, failed)
+        elif self._request.shrink or self._request.script or self._request.keep:
+            self._say("nothing failed: nothing is kept")
         return 1 if failed else 0
 
-    def _once(self) -> bool:
-        replies = verdicts.call_sequence(self._call)
-        alone: verdicts.Replies = ()
-        if verdicts.died(replies):
-            self._worker.stop()  # the next call starts a fresh process
-            alone = verdicts.call_sequence(self._call)
-        counted = alone or replies
-        judged = [self._judge(outputs) for outputs in verdicts.to_judge(counted)]
-        problem = verdicts.input_mismatch(counted, judged)
-        if problem:
-            raise HarnessError(problem)
-        about = self._target.description
-        subject = Subject(
-            run="repro",
-            case=self._case.text,
-            id=self._case.id,
-            backend=about.backend,
-            version=about.version,
-            interpreter=about.interpreter,
-            device=about.device,
-            sm=about.sm,
-            options=self._target.options_text,
-            recipe=self._claimed.recipe_text,
-        )
-        strict = bool(self._claimed.recipe.get("run_to_run", True))
-        records = verdicts.decide(subject, replies, judged, run_to_run=strict, alone=alone)
-        reason = self._target.claimed(self._case)
-        if isinstance(reason, str):
-            records = verdicts.beyond_claims(records, reason)
-        for record in map(self._target.ledger.marked, records):
-            self._show(record, judged)
-        return any(record.failing for record in records)
+    def _keep(self, examination: Examination, failed: int) -> None:
+        """Shrink, write a capsule, export a script, as far as that is asked for."""
+        request = self._request
+        if not (request.shrink or request.script or request.keep):
+            return
+        from conformance import shrink
 
-    def _show(self, record: Record, judged: Sequence[JudgeReply]) -> None:
+        small = None
+        if request.shrink and not self._inputs:
+            small = shrink.shrink(self._case, self._swift, seconds=request.shrink)
+            if small is None:
+                self._say("it does not fail every time: nothing is shrunk")
+            else:
+                self._tell(small)
+        held = self._sealed(examination, small, failed)
+        try:
+            if request.keep or (small and not request.script):
+                path = capsules.write(request.keep or Path("out/capsules"), held)
+                self._say(f"capsule  {path}")
+                self._say(f"         nox -s repro -- {path}")
+            if request.script:
+                request.script.write_text(self._script(held), encoding="utf-8")
+                self._say(f"script   {request.script}")
+        except (OSError, TensorFileError) as error:
+            raise UsageError(f"cannot write: {error}") from None
+
+    def _tell(self, small: Shrunk) -> None:
+        """What shrinking found."""
+        counts = f"{small.differing} of {small.elements} elements differ from the simplest value"
+        self._say(f"shrunk   {small.case}")
+        self._say(
+            f"         {counts}, {small.tries} tries, {small.seconds:.1f} s" + f"; {small.note}" * bool(small.note)
+        )
+        about = self._examiner.target.description
+        line = repro_line(
+            small.text_case.text,
+            about.backend,
+            device=about.device,
+            options=self._examiner.target.options_text,
+            plugins=self._subject.plugins,
+        )
+        self._say(f"         as text: {line}")
+
+    def _sealed(self, examination: Examination, small: Shrunk | None, failed: int) -> Capsule:
+        from conformance import shrink
+
+        case, inputs, origin = self._case, self._inputs, self._case
+        counts: dict[str, Any] = {}
+        if small is not None:
+            case, inputs = small.case, small.wires
+            if sum(len(wire.data) for wire in inputs) > MAX_EXPLICIT:
+                case, inputs = small.text_case, ()
+            counts = {"differing": small.differing, "elements": small.elements, "note": small.note}
+            again = self._swift.examine(case, inputs)
+            examination = again if shrink.failing(again.records) else examination
+        record = shrink.failing(examination.records)
+        assert record is not None
+        cause = shrink.cause_of_record(record)
+        return seal(
+            case,
+            inputs,
+            examination,
+            record,
+            self._examiner.target.description,
+            self._claimed,
+            cause={"kind": cause.kind, "stage": cause.stage},
+            origin=origin,
+            plugins=self._subject.plugins,
+            options=self._examiner.target.options_text,
+            shrunk=counts,
+            times=(self._request.times, failed),
+        )
+
+    def _script(self, held: Capsule) -> str:
+        from conformance import script
+        from conformance.operations import OPERATIONS
+
+        case = Case.parse(held.case)
+        inputs = script.laid_out_inputs(held.case, held.inputs)
+        return script.export(held, self._found.source, inputs, OPERATIONS[case.operation].outputs(case))
+
+    def _shown(self, examination: Examination) -> bool:
+        """Print the records; whether one of them fails."""
+        for record in examination.records:
+            self._show(record, examination)
+        return any(record.failing for record in examination.records)
+
+    def _show(self, record: Record, examination: Examination) -> None:
         words = [f"{record.part}: {record.verdict}"]
         if record.headroom is not None:
             words.append(f"headroom {record.headroom:.4g}")
@@ -162,27 +288,28 @@ class _Repro:
         words += [f"known to the ledger as {record.ledger_id}"] * bool(record.ledger_id)
         words += [record.message] * bool(record.message)
         self._say(", ".join(words))
-        if not record.failing:
-            return
-        parts = (part for reply in judged for part in reply.parts if part["part"] == record.part)
-        for part in parts:
-            if part["verdict"] != "pass":
-                for example in part.get("examples") or ():
-                    self._say(f"    {_example(example)}")
-                for name, radius in sorted((part.get("stage_radii") or {}).items()):
-                    self._say(f"    radius from {name}: {radius:.6g}")
-                return
-
-    def _call(self, poison: str) -> CallReply:
-        request = self._request
-        options = {**request.options, "poison": poison}
-        return self._worker.call(self._case.text, request.backend, options, request.deadline)
-
-    def _judge(self, outputs: Any) -> JudgeReply:
-        return self._oracle.judge(self._case.text, self._claimed.recipe, outputs, JUDGE_DEADLINE)
+        if record.failing:
+            for example in examination.examples(record.part):
+                self._say(f"    {_example(example)}")
+            for name, radius in sorted(examination.radii(record.part).items()):
+                self._say(f"    radius from {name}: {radius:.6g}")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, line)
+
+
+def _changes(capsule: Capsule | None, version: str, libraries: Mapping[str, str], claimed: Claimed) -> list[str]:
+    """What is not as it was where the capsule was written."""
+    if capsule is None:
+        return []
+    lines = []
+    if capsule.version_of_backend != version:
+        lines.append(f"changed  {capsule.backend} {version}, it was {capsule.version_of_backend}")
+    names = sorted(name for name in capsule.libraries if libraries.get(name) != capsule.libraries[name])
+    lines += [f"changed  {name} {libraries.get(name, 'is absent')}, it was {capsule.libraries[name]}" for name in names]
+    if capsule.recipe_text != claimed.recipe_text:
+        lines.append(f"changed  the recipe was {capsule.recipe_text}")
+    return lines
 
 
 def _example(example: Mapping[str, Any]) -> str:

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from conformance.examine import Examination
 from conformance.messages import CallReply, JudgeReply, Wire
 from conformance.operations import OPERATIONS
-from conformance.verdicts import Subject, call_sequence, decide, to_judge
+from conformance.verdicts import Subject, beyond_claims, call_sequence, decide, to_judge
+from conformance.worker import interpreter
 from conformance.worker_backend import Callee
 from conformance.worker_oracle import Oracle
 from conformance.worker_tensors import to_wire
@@ -68,6 +70,9 @@ class Probe(Protocol):
 
     def records(self, case: Case, inputs: Sequence[Wire] = ()) -> list[Record]:
         """The records of a case, on explicit inputs if there are any."""
+
+    def examine(self, case: Case, inputs: Sequence[Wire] = ()) -> Examination:
+        """The records with the answers and judgements behind them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,19 +235,28 @@ class LocalProbe:
         self._oracle = Oracle(device)
         self._device, self._mark = device, mark
 
-    def claim(self, case: Case) -> Claim | None:
-        """The first claim that covers a case."""
-        return next((claim for claim in self._claims if claim.refusal(case) is None), None)
+    def claim(self, case: Case) -> tuple[Claim, str] | None:
+        """The first claim that covers a case, or that it oversteps, with the reason why it does not cover it."""
+        covering = next((claim for claim in self._claims if claim.refusal(case) is None), None)
+        if covering is not None:
+            return covering, ""
+        dared = next((claim for claim in self._claims if claim.dares(case)), None)
+        return None if dared is None else (dared, str(dared.refusal(case)))
 
     def covers(self, case: Case) -> bool:
-        """Whether a claim covers a case."""
+        """Whether there is such a claim."""
         return self.claim(case) is not None
 
     def records(self, case: Case, inputs: Sequence[Wire] = ()) -> list[Record]:
         """The records of a case. Raises ValueError for one that is not claimed."""
-        claim = self.claim(case)
-        if claim is None:
+        return self.examine(case, inputs).records
+
+    def examine(self, case: Case, inputs: Sequence[Wire] = ()) -> Examination:
+        """The records with the answers and judgements behind them. Raises ValueError for a case that is not claimed."""
+        found = self.claim(case)
+        if found is None:
             raise ValueError(f"{self.backend.name} does not claim '{case}'")
+        claim, beyond = found
         recipe = self.backend.recipe(claim)
 
         def call(poison: str) -> CallReply:
@@ -251,7 +265,7 @@ class LocalProbe:
 
         replies = call_sequence(call)
         with torch.no_grad():
-            answers = [
+            judged = [
                 JudgeReply(**self._oracle.judge(case.text, recipe.to_json(), wires, inputs))
                 for wires in to_judge(replies)
             ]
@@ -261,10 +275,13 @@ class LocalProbe:
             id=case.id,
             backend=self.backend.name,
             version=self.backend.version(),
-            interpreter="",
+            interpreter=interpreter(),
             device=self._device,
             sm="",
             options="",
+            recipe=recipe.text(OPERATIONS[case.operation].open_choices(case.variant)),
         )
-        records = decide(subject, replies, answers, run_to_run=recipe.run_to_run)
-        return [self._mark(record) for record in records]
+        records = decide(subject, replies, judged, run_to_run=recipe.run_to_run)
+        if beyond:
+            records = beyond_claims(records, beyond)
+        return Examination([self._mark(record) for record in records], replies, judged)

@@ -58,7 +58,7 @@ def test_a_case_is_repeated(repro: Say, fakes: Any) -> None:
     code, lines, _ = repro("--times", "3")
     assert code == 1
     assert len(calls) == 6
-    assert lines[-1] == "failed 1 of 3 times"
+    assert lines[-1] == "failed 1 of 3 times (33.3%)"
 
 
 def test_a_crash_is_repeated_alone(repro: Say, fakes: Any) -> None:
