@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from conformance.messages import Claimed, Description, Wire
 from conformance.operations.gemm import DTYPES, operands
 from conformance.operations.quantize import open_choices as quantize_choices
 from conformance.process import Worker
-from conformance.targets import Fleet
+from conformance.targets import Fleet, Found
 from conformance.worker_tensors import from_wire, to_wire
 from fuzz.case import Case, CaseError
 from fuzz.fingerprint_gemm import GemmProbe
@@ -94,18 +95,26 @@ def probe(settings: Settings, console: Console) -> int:
     lines: list[Line] = []
     try:
         survey = fleet.survey(settings.backends, settings.devices, settings.jobs)
-        for found in survey.found:
-            worker = found.start()
-            lines += _lines(found.description, chosen, worker, settings.deadline)
-            worker.close()
+        with ThreadPoolExecutor(settings.jobs) as pool:
+            parts = [pool.submit(_of_one, found, chosen, settings.deadline) for found in survey.found]
+            for part in as_completed(parts):
+                lines += part.result()
+                _write(settings.out, lines)
     finally:
         fleet.close()
     if not lines:
         raise UsageError("no case was executed: no backend at hand claims what is asked for")
-    _write(settings.out, lines)
-    _show(lines, console)
+    _show(sorted(lines, key=lambda line: (line.operation, line.variant, line.backend, line.device, line.case)), console)
     console.print(str(settings.out / "probe.md"), markup=False, highlight=False, soft_wrap=True)
     return int(any(line.agrees == "no" for line in lines))
+
+
+def _of_one(found: Found, chosen: Sequence[planning.Group], deadline: float) -> list[Line]:
+    worker = found.start()
+    try:
+        return list(_lines(found.description, chosen, worker, deadline))
+    finally:
+        worker.close()
 
 
 def _lines(
