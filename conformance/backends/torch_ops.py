@@ -2,7 +2,7 @@
 
 Everything that has a choice is written out in a line: amax by `torch.amax`, powers of two by `torch.frexp`, payloads by
 an FP32 division and ``.to(torch.float8_e4m3fn)``. Nothing is clamped before that cast, since the contract saturates and
-torch's cast does so from 2.12 on (pytorch/pytorch#178817); older releases answer NaN above 464.
+torch's cast does so from 2.13 on (pytorch/pytorch#178817); older releases answer NaN above 464.
 
 torch has no cast to or from ``float4_e2m1fn_x2`` ("copy_kernel" not implemented), so no E2M1 format is claimed.
 """

@@ -14,7 +14,7 @@ from references.backend import Backend
 
 TORCH, TORCH_BF16 = backends()
 STATIC = "quantize fp8_per_tensor v=1 block=tensor dtype=%s k=70 m=5 scale=static stride=contiguous values=%s seed=3"
-SATURATES = Version(torch.__version__).release >= (2, 12)
+SATURATES = Version(torch.__version__).release >= (2, 13)
 
 
 def run(backend: TorchBackend, text: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
