@@ -1,16 +1,13 @@
 """Another version of a library in an environment of its own, and what its gates say otherwise.
 
-``--against flashinfer==0.7.2.post1`` installs that one distribution, without its dependencies, into a folder that comes
-before the interpreter's own packages; ``--against PATH`` takes another interpreter or virtual environment as it is.
+``--against flashinfer==0.7.2.post1`` makes an environment with that one distribution, which lies over this interpreter;
+``--against PATH`` takes another interpreter or virtual environment as it is.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +15,12 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from conformance import environments
 from conformance.discover import UsageError
 from conformance.gating.expected import Expected
 from conformance.gating.model import Finding, Observation, Observed
 
 DISTRIBUTIONS = {"flashinfer": "flashinfer-python", "sglang": "sglang", "torch": "torch", "triton": "triton"}
-INSTALL_S = 900.0
-COMPLETE = ".complete"
-"""A file that says that a folder holds all of its distribution."""
 SAID = {"yes": "yes", "no": "no", "unknown": "?", "error": "raises"}
 
 
@@ -65,25 +60,12 @@ def parse(text: str, libraries: Sequence[str]) -> Against:
     return Against(library=library, version=version)
 
 
-def installed(against: Against, folder: Path) -> Path:
-    """The folder that holds a library's other version, made now unless it is there. Raises UsageError."""
-    name = f"{DISTRIBUTIONS[against.library]}=={against.version}"
-    place = folder / name.replace("==", "-")
-    if (place / COMPLETE).exists():
-        return place
-    shutil.rmtree(place, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    try:
-        done = subprocess.run(
-            [*command, "--target", str(place), name], capture_output=True, text=True, timeout=INSTALL_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--against {name}: pip: {error}") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise UsageError(f"--against {name}: {' '.join((lines or ['pip failed'])[0].split())[:300]}")
-    (place / COMPLETE).touch()
-    return place
+def interpreter(against: Against) -> str:
+    """The interpreter to ask: the one that was named, or one that holds the version, made now. Raises UsageError."""
+    if against.python:
+        return against.python
+    release = environments.Release(DISTRIBUTIONS[against.library], Version(against.version))
+    return environments.create(release, dependencies=False)
 
 
 Cells = dict[tuple[str, str], dict[int, Observation]]

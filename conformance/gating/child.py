@@ -74,6 +74,9 @@ def serve(request: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None])
     tell({"kind": "library", "version": version, "notes": notes})
     for number, patch in enumerate(["", *request["patches"]]):
         for sm in request["sms"]:
+            if request.get("real"):
+                _ask(request, probe, sm, number, patch, tell)  # CUDA may have started, which a fork does not survive
+                continue
             reason = _forked(partial(_ask, request, probe, sm, number, patch, tell), request)
             if reason:
                 tell({"kind": "gap", "sm": sm, "patch": number, "reason": reason})

@@ -84,7 +84,13 @@ def gating(settings: Settings, console: Console) -> int:
         raise UsageError(f"--subject {' '.join(settings.subjects)} names nothing")
     between = tuple(change for other in others for change in _between(other, parts, sms, expected, settings, console))
     found = [finding for part in parts for finding in findings(part, expected)]
-    found += more + [finding for part in parts for finding in from_truth(part, truths)]
+    called_for = [finding for part in parts for finding in from_truth(part, truths)]
+    found += more + [
+        claims.explained(finding, part.version, expected)
+        for part in parts
+        for finding in called_for
+        if finding.library == part.library
+    ]
     result = table.Result(tuple(parts), expected, tuple(found), tuple(truths), between)
     try:
         paths = table.write(result, settings.out)
@@ -112,11 +118,7 @@ def _between(
         if other.library not in ("", new.library) or not new.version or new.library == "backends":
             continue
         console.print(f"asking {new.library} {other.version or other.python} ...", highlight=False)
-        if other.python:
-            old = observe(new.library, sms, subjects=settings.subjects, python=other.python)
-        else:
-            path = [against.installed(other, settings.out.absolute() / "against")]
-            old = observe(new.library, sms, subjects=settings.subjects, path=path)
+        old = observe(new.library, sms, subjects=settings.subjects, python=against.interpreter(other))
         reason = "; ".join(dict.fromkeys(gap.reason for gap in old.gaps))
         if old.observations and against.same_version(old, new):
             reason = f"it is {old.version} too"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,12 @@ def holds(versions: SpecifierSet, version: str) -> bool:
         return versions.contains(Version(version), prereleases=True)
     except InvalidVersion:
         return not str(versions)
+
+
+def explained(finding: Finding, version: str, expected: Expected) -> Finding:
+    """The finding with the reason and source of the row that explains it, or as it is."""
+    row = next((row for row in expected.explained if row.explains(finding, version)), None)
+    return replace(finding, explained=row.reason, source=row.source) if row else finding
 
 
 def load(path: Path = DEFAULT) -> Expected:

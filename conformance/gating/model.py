@@ -165,7 +165,7 @@ def classify(error: BaseException, caught: tuple[type[BaseException], ...]) -> G
     """A gate's exception as an answer of a gate without a name. caught: what the library takes as a refusal."""
     text = " ".join(str(error).split()) or type(error).__name__
     said = text if isinstance(error, caught) else f"{type(error).__name__}: {text}"
-    if isinstance(error, ImportError) or ENVIRONMENT.search(text):
+    if isinstance(error, ImportError | FileNotFoundError) or ENVIRONMENT.search(text):
         return Gate("", "unknown", said)
     if not isinstance(error, caught):
         return Gate("", "error", said)

@@ -28,14 +28,12 @@ def observe(
     python: str = sys.executable,
     limit: float = LIBRARY_S,
     real: bool = False,
-    path: Sequence[Path] = (),
 ) -> Observed:
     """All gates of one library on these architectures; a library that is missing or dies is a gap, never an exception.
 
     subjects: parts of the names of what is asked, all if empty. patches: Python files, each run in forks of its own
     after the library is imported; the observations under the i-th have ``patch`` i + 1. python: the interpreter.
-    limit: seconds for everything. real: whether the real device answers, not the faked one. path: folders that come
-    before the interpreter's own packages.
+    limit: seconds for everything. real: whether the real device answers, not the faked one.
     """
     request = {
         "library": library,
@@ -47,7 +45,7 @@ def observe(
         "real": real,
     }
     before = os.environ.get("PYTHONPATH")
-    paths = os.pathsep.join([str(ROOT), *map(str, path), *([before] if before else [])])
+    paths = os.pathsep.join([str(ROOT), *([before] if before else [])])
     environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
     if not real:
         environment["CUDA_VISIBLE_DEVICES"] = ""

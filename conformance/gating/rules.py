@@ -16,13 +16,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
-from conformance.gating.expected import Expected, Support, holds
+from conformance.gating.expected import Expected, Support, explained, holds
 from conformance.gating.model import ARCHITECTURES, Finding, Observation, Observed, numbers
 
 FAMILIES = ((120, 121),)
 """Architectures with one instruction set. SM103 differs from SM100 in its block-scaled FP4 instructions."""
+ON_A_DEVICE = ("answers-wrongly", "admits-but-fails", "refuses-uncleanly", "works-though-refused", "fake-against-real")
+"""Rules of ``rules_truth.py``: what they find is seen on one architecture only."""
 OFF = " off)"
 """Ends the variants that are observed with the library switched off."""
 _NAMED = re.compile(r"\bsm_?(\d{2,3})|\b(\d{2,3})(?=[,)])", re.IGNORECASE)
@@ -37,11 +38,8 @@ def findings(observed: Observed, expected: Expected) -> list[Finding]:
     found = list(against_claims(observed, expected))
     for rule in WITHOUT_CLAIMS:
         found += rule(observed.observations)
-    explained = []
-    for finding in found:
-        rows = [row for row in expected.explained if row.explains(finding, observed.version)]
-        explained.append(replace(finding, explained=rows[0].reason, source=rows[0].source) if rows else finding)
-    return explained + list(explained_no_longer(observed, expected, found))
+    known = [explained(finding, observed.version, expected) for finding in found]
+    return known + list(explained_no_longer(observed, expected, found))
 
 
 def against_claims(observed: Observed, expected: Expected) -> Iterator[Finding]:
@@ -184,7 +182,7 @@ WITHOUT_CLAIMS: tuple[Callable[[Rows], Iterator[Finding]], ...] = (
 def explained_no_longer(observed: Observed, expected: Expected, found: Sequence[Finding]) -> Iterator[Finding]:
     """`explained-no-longer`: for rows of this version whose subject answered on every architecture."""
     for row in expected.explained:
-        if row.library != observed.library or not holds(row.versions, observed.version):
+        if row.library != observed.library or not holds(row.versions, observed.version) or row.rule in ON_A_DEVICE:
             continue
         about = [item for item in observed.observations if item.subject == row.subject]
         if not {item.sm for item in about}.issuperset(ARCHITECTURES):

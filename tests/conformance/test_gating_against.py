@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from conformance import environments
 from conformance.discover import UsageError
 from conformance.gating import against, command
 from conformance.gating.expected import Expected, Support
@@ -97,21 +97,17 @@ def test_versions_and_interpreters_are_read() -> None:
     assert against.parse(sys.executable, ()).python == sys.executable
 
 
-def test_a_version_that_pip_cannot_have_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: no matching distribution\nERROR: y\n")
+def test_a_version_is_asked_in_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
 
-    monkeypatch.setattr(subprocess, "run", fails)
-    with pytest.raises(UsageError, match=r"--against flashinfer-python==0\.7\.9: ERROR: no matching distribution$"):
-        against.installed(against.Against("flashinfer", "0.7.9"), tmp_path)
+    def create(release: environments.Release, *, dependencies: bool) -> str:
+        made.append((str(release), dependencies))
+        return "/somewhere/python"
 
-
-def test_a_folder_that_is_complete_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", None)
-    place = tmp_path / "triton-3.8.0"
-    place.mkdir()
-    (place / against.COMPLETE).touch()
-    assert against.installed(against.Against("triton", "3.8.0"), tmp_path) == place
+    monkeypatch.setattr(environments, "create", create)
+    assert against.interpreter(against.Against("flashinfer", "0.7.2.post1")) == "/somewhere/python"
+    assert made == [("flashinfer-python==0.7.2.post1", False)]
+    assert against.interpreter(against.Against(python=sys.executable)) == sys.executable
 
 
 @pytest.mark.parametrize("strict", [False, True])

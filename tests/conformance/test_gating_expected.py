@@ -9,6 +9,7 @@ import pytest
 
 from conformance.gating.expected import ExpectedError, load
 from conformance.gating.rules import __doc__ as rules_text
+from conformance.gating.rules_truth import __doc__ as truth_text
 
 SUPPORT = """[[support]]
 library = "flashinfer"
@@ -41,7 +42,7 @@ def test_the_shipped_claims_do_not_contradict_each_other() -> None:
 
 def test_the_shipped_rows_are_sourced_and_name_rules_that_exist() -> None:
     expected = load()
-    rules = set(re.findall(r"^\| `([a-z-]+)` \|", rules_text or "", re.MULTILINE))
+    rules = set(re.findall(r"^\| `([a-z-]+)` \|", f"{rules_text}\n{truth_text}", re.MULTILINE))
     assert {row.rule for row in expected.explained} <= rules
     assert all(re.search(r"[\w.-]+/[\w.-]+|PTX ISA", row.source) for row in (*expected.support, *expected.explained))
 

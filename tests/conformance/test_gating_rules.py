@@ -191,6 +191,7 @@ def test_a_known_disagreement_that_is_gone_is_a_finding() -> None:
         (ImportError("No module named 'cutlass'"), "unknown"),
         (AssertionError("Torch not compiled with CUDA enabled"), "unknown"),
         (RuntimeError("the faked device has no clock_rate"), "unknown"),
+        (FileNotFoundError(2, "No such file", "selected_kernels.json"), "unknown"),
         (TypeError("SM100 is no number"), "error"),
         (KeyError(120), "error"),
     ],
