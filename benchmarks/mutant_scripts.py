@@ -42,7 +42,7 @@ class Right(MutantBackend):
         answer = next(item.answer for item in CONFORMANT if item.operation == mutant.operation)
         if mutant.choices.get("via") == "bf16":
             answer = _via_bf16
-        super().__init__(Mutant(**{**vars(mutant), "answer": answer}))
+        super().__init__(Mutant(**{**vars(mutant), "answer": answer, "frozen": ()}))
 
 
 def _via_bf16(case: CaseLike, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,10 +56,7 @@ def _via_bf16(case: CaseLike, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def capsule_of(mutant: Mutant, found: shrink.Shrunk, probe: shrink.LocalProbe) -> Capsule:
     """The capsule of a shrunk failure of a mutant."""
-    examination = probe.examine(found.case, found.wires)
-    record = shrink.failing(examination.records)
     known = probe.claim(found.case)
-    assert record is not None
     assert known is not None
     recipe = probe.backend.recipe(known[0])
     about = Description(
@@ -80,8 +77,8 @@ def capsule_of(mutant: Mutant, found: shrink.Shrunk, probe: shrink.LocalProbe) -
     return seal(
         found.case,
         found.wires,
-        examination,
-        record,
+        found.found,
+        found.record,
         about,
         claimed,
         cause=cause,

@@ -245,8 +245,7 @@ class _Repro:
             if sum(len(wire.data) for wire in inputs) > MAX_EXPLICIT:
                 case, inputs = small.text_case, ()
             counts = {"differing": small.differing, "elements": small.elements, "note": small.note}
-            again = self._swift.examine(case, inputs)
-            examination = again if shrink.failing(again.records) else examination
+            examination = small.found if inputs or small.inputs is None else self._swift.examine(case, inputs)
         record = shrink.failing(examination.records)
         assert record is not None
         cause = shrink.cause_of_record(record)

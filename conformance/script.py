@@ -50,6 +50,7 @@ def export(capsule: Capsule, source: BackendSource, inputs: Mapping[str, Any], o
         "kind": capsule.kind,
         "deadline": 30,
         "inputs": {name: spec(tensor) for name, tensor in inputs.items()},
+        "earlier": _earlier(capsule),
         "outputs": {name: [str(item.dtype).removeprefix("torch."), list(item.shape)] for name, item in outputs.items()},
         "expected": list(expected(capsule)),
     }
@@ -76,6 +77,19 @@ from __future__ import annotations
         f'{head}{body[start:]}\n\nDATA = json.loads(\n    r"""\n{_raw(literal)}\n"""\n)\n{adapter}'
         'DATA["sources"] = SOURCES\n\nif __name__ == "__main__":\n    sys.exit(main(DATA))\n'
     ).replace("import importlib\n", "import importlib\nimport json\n", 1)
+
+
+def _earlier(capsule: Capsule) -> dict[str, Any]:
+    """The inputs that the memory holds before those that are meant, where the case is one that is called so."""
+    from conformance import call_options
+    from conformance.operations import OPERATIONS
+    from fuzz.case import Case
+
+    case = Case.parse(capsule.case)
+    if capsule.options or not call_options.is_refilled(case):
+        return {}
+    found = OPERATIONS[case.operation].inputs(call_options.sister(case))
+    return {name: spec(tensor.contiguous()) for name, tensor in found.items()}
 
 
 def _raw(text: str) -> str:

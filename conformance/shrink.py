@@ -56,6 +56,11 @@ class Cause:
     ledger_id: str = ""
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Whether a case that fails so may pass the next time."""
+        return self.verdict == "flaky" or self.kind == "unwritten"
+
+    @property
     def text(self) -> str:
         """Part, verdict and what else there is in a few words."""
         words = [self.part, self.verdict, self.kind, f"stage {self.stage}" if self.stage else ""]
@@ -80,9 +85,9 @@ class Shrunk:
     """What is left of a failing case.
 
     origin: the case before. text_case: level one's result, which fails with its own inputs. case, inputs: level two's:
-    explicit inputs of ``case``; None where they could not be reduced. differing: elements of the inputs that differ
-    from their simplest value, of ``elements``; by_input: the same by input. note: why ``differing`` is above 64, or why
-    there was no level two; empty otherwise.
+    explicit inputs of ``case``; None where they could not be reduced. found: the last examination. differing: elements
+    of the inputs that differ from their simplest value, of ``elements``; by_input: the same by input. note: why
+    ``differing`` is above 64, or why there was no level two; empty otherwise.
     """
 
     origin: Case
@@ -90,7 +95,7 @@ class Shrunk:
     case: Case
     inputs: Mapping[str, Tensor] | None
     cause: Cause
-    record: Record
+    found: Examination
     differing: int
     elements: int
     by_input: Mapping[str, int]
@@ -102,7 +107,14 @@ class Shrunk:
     @property
     def wires(self) -> tuple[Wire, ...]:
         """The explicit inputs as they travel; none where the case's own are meant."""
-        return () if self.inputs is None else tuple(to_wire(name, tensor) for name, tensor in self.inputs.items())
+        return () if self.inputs is None else wires_of(self.inputs)
+
+    @property
+    def record(self) -> Record:
+        """The failing record of ``case`` on ``inputs``."""
+        found = failing(self.found.records)
+        assert found is not None
+        return found
 
 
 def cause_of(records: Sequence[Record]) -> Cause | None:
@@ -151,37 +163,26 @@ def shrink(
     """
     started = time.monotonic()
     budget = Budget(tries, seconds)
-    first = probe.records(case)
-    cause, record = cause_of(first), failing(first)
-    if cause is None or record is None:
+    search = _Search(case, probe)
+    if search.last is None:
         return None
-    last: dict[str, Record] = {case.text: record}
-    wanted = cause
-
-    def same(other: Case, inputs: Sequence[Wire] = ()) -> bool:
-        if not probe.covers(other):
-            return False
-        for _ in range(FLAKY_TRIES if wanted.verdict == "flaky" else 1):
-            records = probe.records(other, inputs)
-            if cause_of(records) == wanted:
-                last["now"] = next(record for record in records if record == failing(records))
-                return True
-        return False
-
     one = budget.part(LEVEL_ONE)
-    small = shrink_case(case, same, one)
+    small = shrink_case(case, search.same, one)
     budget.used += one.used
-    record = last.get("now", record)
+    common: dict[str, Any] = {"origin": case, "text_case": small, "cause": search.cause}
     own = OPERATIONS[small.operation].inputs(small) if _inputs_fit(small) else None
-    common: dict[str, Any] = {"origin": case, "text_case": small, "cause": cause}
-    if own is None or not level_two:
-        note = "level two was not asked for" if own is not None else f"more than {MAX_ELEMENTS} elements"
+    note = "" if level_two else "level two was not asked for"
+    if own is None:
+        note = f"level two was left out: the inputs have more than {MAX_ELEMENTS} elements"
+    elif not note and not search.same_inputs(small, own):
+        note = "level two was left out: it does not fail on explicit inputs"
+    if own is None or note:
         counts = {} if own is None else differing(small, own)
         return Shrunk(
             **common,
             case=small,
             inputs=None,
-            record=record,
+            found=search.found(small, ()),
             differing=sum(counts.values()),
             elements=0 if own is None else sum(tensor.numel() for tensor in own.values()),
             by_input={name: count for name, count in counts.items() if count},
@@ -190,28 +191,61 @@ def shrink(
             exhausted=budget.spent,
             note=note,
         )
-
-    def same_inputs(other: Case, inputs: Mapping[str, Tensor]) -> bool:
-        return same(other, [to_wire(name, tensor) for name, tensor in inputs.items()])
-
-    found = reduce_inputs(small, own, same_inputs, budget)
-    note = ""
-    if found.differing > ENOUGH:
+    left = reduce_inputs(small, own, search.same_inputs, budget)
+    if left.differing > ENOUGH:
         why = "the budget is spent" if budget.spent else "none of them can be made simple by itself"
-        note = f"{found.differing} elements differ from the simplest value: {why}"
+        note = f"{left.differing} elements differ from the simplest value: {why}"
     return Shrunk(
         **common,
-        case=found.case,
-        inputs=found.inputs,
-        record=last.get("now", record),
-        differing=found.differing,
-        elements=found.elements,
-        by_input=found.by_input,
+        case=left.case,
+        inputs=left.inputs,
+        found=search.found(left.case, wires_of(left.inputs)),
+        differing=left.differing,
+        elements=left.elements,
+        by_input=left.by_input,
         tries=budget.used,
         seconds=time.monotonic() - started,
         exhausted=budget.spent,
         note=note,
     )
+
+
+class _Search:
+    """The cause that is kept, and the last examination that had it. last: None if the case does not fail."""
+
+    def __init__(self, case: Case, probe: Probe) -> None:
+        self._probe = probe
+        first = probe.examine(case)
+        cause = cause_of(first.records)
+        self.cause = cause or Cause("", "")
+        self.last: tuple[Case, tuple[Wire, ...], Examination] | None = None if cause is None else (case, (), first)
+
+    def same(self, case: Case, inputs: tuple[Wire, ...] = ()) -> bool:
+        """Whether a case fails so."""
+        if not self._probe.covers(case):
+            return False
+        for _ in range(FLAKY_TRIES if self.cause.comes_and_goes else 1):
+            found = self._probe.examine(case, inputs)
+            if cause_of(found.records) == self.cause:
+                self.last = (case, inputs, found)
+                return True
+        return False
+
+    def same_inputs(self, case: Case, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether a case fails so on explicit inputs."""
+        return self.same(case, wires_of(inputs))
+
+    def found(self, case: Case, inputs: tuple[Wire, ...]) -> Examination:
+        """An examination that fails: the last one if it is of this case and these inputs, else a new one."""
+        assert self.last is not None
+        if self.last[:2] != (case, inputs):
+            self.same(case, inputs)
+        return self.last[2]
+
+
+def wires_of(inputs: Mapping[str, Tensor]) -> tuple[Wire, ...]:
+    """Inputs as they travel."""
+    return tuple(to_wire(name, tensor) for name, tensor in inputs.items())
 
 
 def _inputs_fit(case: Case) -> bool:

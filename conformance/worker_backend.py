@@ -64,7 +64,7 @@ class Callee:
             on_device = {key: laid(move(tensor, self._device)) for key, tensor in inputs.items()}
             before = {key: storage_bytes(tensor).clone() for key, tensor in on_device.items()} if carried else {}
             others = self._others(case, carried, laid)
-            earlier = self._sister(case) if not carried and not given and call_options.is_refilled(case) else None
+            earlier = self._sister(case) if not carried and call_options.is_refilled(case) else None
             buffers = Buffers(OPERATIONS[case.operation].outputs(case), self._device, poison)
         except BaseException as error:
             if not is_out_of_memory(error):

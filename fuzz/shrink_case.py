@@ -59,7 +59,7 @@ def shrink_case(case: Case, fails: Callable[[Case], bool], budget: Budget) -> Ca
     moved = True
     while moved and not budget.spent:
         moved = False
-        for seed in (0, 1, 2):
+        for seed in (0, 1, 2, 3):
             if best.seed > seed and accepted(best.replace(seed=seed)):
                 moved = True
                 break
