@@ -1,0 +1,170 @@
+"""SGLang's expert layers in Triton: ``fused_experts`` as `moe`, the kernel alone as a grouped GEMM.
+
+Read in SGLang 0.5.23 (``moe_runner/triton_utils/fused_moe.py``, ``kernels/ops/moe/fused_moe_triton_kernels.py``): FC1
+and silu(gate) * up are stored as BF16; activations are quantised by the JIT kernels; FC2 is multiplied by the router
+weight in FP32 and stored as BF16; experts are added in FP32, but two of them in BF16. A block of K joins as
+``accumulator += tl.dot(a, b) * (a_scale[:, None] * b_scale)``. Activation scales are continuous, whatever scales the
+weights have: there is no argument that asks for powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from conformance.backends import _sglang_quant as quant
+from conformance.backends._sglang_gemm import fp32_scales, grouped_scales
+from conformance.backends._sglang_modules import MOE, RUNNER, library
+from references.backend import Claim, Unsupported
+from references.recipes import Recipe
+
+LAYER = "sglang/srt/layers/moe/moe_runner/triton_utils/fused_moe.py: fused_experts"
+KERNEL = "sglang/kernels/ops/moe/fused_moe_triton_kernels.py: fused_moe_kernel"
+BLOCK = 128
+TILES = {
+    "BLOCK_SIZE_M": 64,
+    "BLOCK_SIZE_N": BLOCK,
+    "BLOCK_SIZE_K": BLOCK,
+    "GROUP_SIZE_M": 32,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+"""SGLang's default for block-scaled FP8 (``fused_moe_triton_config.py: get_default_config``)."""
+SILU_DIVISION = 2.0**-22
+EXP_SLOPE = 1.25 * 2.0**-23
+"""x / (1 + expf(-x)) under ``--use_fast_math``: ex2.approx(x * log2 e) and div.approx."""
+OUTPUTS = {"fp32": tl.float32, "bf16": tl.bfloat16}
+
+Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+def claims() -> Iterable[Claim]:
+    """Expert layers with continuous activation scales, unquantised ones, and grouped GEMMs; SM90."""
+    layer = {"gate": ("first",), "limit": ("none",), "out": ("bf16",)}
+    whole = {"hidden": BLOCK, "intermediate": BLOCK}
+    return [
+        Claim(
+            operation="moe", variant="deepseek_fp8", source=LAYER, where={**layer, "scale": ("fp32",)}, multiples=whole
+        ),
+        Claim(operation="moe", variant="bf16", source=LAYER, where=layer, multiples={"hidden": 8, "intermediate": 8}),
+        Claim(operation="moe", variant="fp8_per_tensor", source=LAYER, where=layer, multiples=dict.fromkeys(whole, 16)),
+        Claim(operation="grouped_gemm", variant="deepseek_fp8", source=KERNEL),
+    ]
+
+
+def recipe(claim: Claim) -> Recipe:
+    """As read in the source; see the module."""
+    if claim.operation == "grouped_gemm":
+        return Recipe(source=claim.source, accumulator="hopper_fp8", scale_combination="fma_dot_sasb")
+    stored: dict[str, Any] = {
+        "fc1_dtype": "bf16",
+        "activation_dtype": "bf16",
+        "weighted_dtype": "bf16",
+        "exp_slope": EXP_SLOPE,
+        "division_error": SILU_DIVISION,
+    }
+    match claim.variant:
+        case "bf16":
+            return Recipe(source=claim.source, **stored)
+        case "fp8_per_tensor":
+            return Recipe(
+                source=claim.source,
+                accumulator="hopper_fp8",
+                promotion="none",
+                payload_arithmetic="reciprocal",
+                **stored,
+            )
+    return Recipe(
+        source=claim.source,
+        accumulator="hopper_fp8",
+        amax_floor=quant.AMAX_FLOOR,
+        scale_arithmetic="reciprocal",
+        payload_arithmetic="approximate",
+        payload_error=quant.AMAX_ERROR,
+        **stored,
+    )
+
+
+def prepare(case: Any, inputs: Mapping[str, Tensor]) -> Call:
+    """The library's call, bound to its inputs. Raises `Unsupported`."""
+    return _grouped(case, inputs) if case.operation == "grouped_gemm" else _layer(case, inputs)
+
+
+def _layer(case: Any, inputs: Mapping[str, Tensor]) -> Call:
+    if case["out"] != "bf16" or case["gate"] != "first" or case["limit"] != "none":
+        raise Unsupported("BF16, gate first, no limit")
+    run = library().function("fused_experts", f"{RUNNER}.fused_moe")
+    experts = case.integer("experts")
+    config = SimpleNamespace(
+        activation="silu",
+        is_gated=True,
+        inplace=False,
+        no_combine=False,
+        no_combine_keep_router_weight=False,
+        apply_router_weight_on_input=case["weight"] == "input",
+        routed_scaling_factor=float(case["scaling"]),
+        gemm1_alpha=None,
+        gemm1_clamp_limit=None,
+        swiglu_limit=None,
+        gate_up_interleaved=False,
+        # Experts that live elsewhere have the id -1, which the kernels skip where there are more than are local.
+        num_experts=experts + (case["ids"] == "elsewhere"),
+        num_local_experts=experts,
+    )
+    routed = (inputs["weights"], inputs["ids"], None)
+    weights = [inputs["w1"], inputs["w2"]]
+    arguments: dict[str, Any] = {"topk_output": routed, "moe_runner_config": config}
+    match case.variant:
+        case "deepseek_fp8":
+            arguments["block_shape"] = [BLOCK, BLOCK]
+        case "fp8_per_tensor":
+            arguments |= {"a1_scale": inputs["x_scale"], "a2_scale": inputs["h_scale"]}
+        case "bf16":
+            return lambda out: {"output": run(inputs["x"], *weights, **arguments)}
+        case _:
+            raise Unsupported(f"no moe {case.variant}")
+    weights = [weight.view(torch.float8_e4m3fn) for weight in weights]
+    for name in ("w1", "w2"):
+        scales = fp32_scales(inputs[f"{name}_scales"])
+        arguments[f"{name}_scale"] = scales if case.variant == "deepseek_fp8" else scales.reshape(-1)
+    return lambda out: {"output": run(inputs["x"], *weights, use_fp8_w8a8=True, **arguments)}
+
+
+def _grouped(case: Any, inputs: Mapping[str, Tensor]) -> Call:
+    if case.variant != "deepseek_fp8":
+        raise Unsupported(f"no grouped_gemm {case.variant}")
+    align = library().function("moe_align_block_size", f"{RUNNER}.moe_align_block_size")
+    launch = library().function("invoke_fused_moe_kernel", f"{MOE}.fused_moe_triton_kernels")
+    groups, n = case.integer("groups"), case.integer("n")
+    a, b = (inputs[name].view(torch.float8_e4m3fn) for name in "ab")
+    ids = group_of_rows(case, inputs)
+    compute = OUTPUTS[case["out"]]
+    a_scales, b_scales = grouped_scales(case, inputs["a_scales"]), fp32_scales(inputs["b_scales"])
+    a = a.reshape(-1, a.shape[-1])
+
+    def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        output = out["output"]
+        rows, experts, padded = align(ids, TILES["BLOCK_SIZE_M"], groups)
+        launch(
+            a, b, None, output.view(-1, n), a_scales, b_scales, None, torch.ones_like(ids, dtype=torch.float32), ids,
+            rows, experts, padded, False, 1, TILES, compute_type=compute, use_fp8_w8a8=True, use_int8_w8a8=False,
+            use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=False, block_shape=[BLOCK, BLOCK],
+        )  # fmt: skip
+        return {"output": output}
+
+    return call
+
+
+def group_of_rows(case: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """int32 `[rows, 1]`: the group of each row, -1 for padding."""
+    if case["grouping"] != "masked":
+        return inputs["m_indices"].view(-1, 1)
+    counts, m = inputs["masked_m"], case.integer("m")
+    group = torch.arange(len(counts), dtype=torch.int32, device=counts.device)[:, None]
+    used = torch.arange(m, device=counts.device)[None, :] < counts[:, None]
+    return torch.where(used, group, -1).to(torch.int32).reshape(-1, 1)
