@@ -56,6 +56,7 @@ class Layer:
     def __call__(self, case: Case, inputs: Inputs) -> Tensor:
         """The layer's output."""
         ids, weights, factor = inputs["ids"], inputs["weights"], float(case["scaling"])
+        on_input = case["weight"] == "input"
         x = self._quantised(case, inputs["x"].float(), inputs, "x", self.x_policy)
         output = torch.zeros_like(x)
         experts = range(case.integer("experts"))
@@ -63,14 +64,19 @@ class Layer:
             rows, places = torch.where(ids == expert)
             if not len(rows):
                 continue
-            weight = weights[rows, places][:, None] * (factor if self.folded else 1.0)
-            sums = self.matmul(x[rows], composite.dequantised(case, inputs, "w1", expert)).to(self.fc1).float()
+            weight = weights[rows, places][:, None]
+            sums = self.matmul(x[rows], composite.dequantised(case, inputs, "w1", expert))
+            sums = (sums * weight if on_input else sums).to(self.fc1).float()
             first, second = sums.chunk(2, dim=1)
             gate, up = (first, second) if case["gate"] == "first" else (second, first)
+            if case["limit"] != "none":
+                gate, up = gate.clamp(max=float(case["limit"])), up.clamp(-float(case["limit"]), float(case["limit"]))
             h = (self.silu(gate) * up).to(self.activation).float()
             h = self._quantised(case, h, inputs, "h", self.h_policy)
             y = self.matmul(h, composite.dequantised(case, inputs, "w2", expert)).to(self.fc2).float()
-            output.index_add_(0, rows, (y * weight).to(self.weighted).float())
+            last = torch.ones_like(weight) if on_input else weight
+            last = last * factor if self.folded else last
+            output.index_add_(0, rows, (y * last).to(self.weighted).float())
         return (output if self.folded else output * factor).to(composite.OUTPUTS[case["out"]])
 
     def _quantised(self, case: Case, x: Tensor, inputs: Inputs, name: str, policy: str | None) -> Tensor:

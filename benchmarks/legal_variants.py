@@ -1,0 +1,383 @@
+"""No false alarm: correct implementations of every kind over many drawn cases, and how much of their bounds they use.
+
+    python -m benchmarks.legal_variants [--cases 610] [--seed 0] [--out docs/results/legal_variants.md]
+
+``--cases`` is for each variant of ``gemm``, ``grouped_gemm``, ``moe`` and ``routing``. Every case is judged once, under
+the recipe of the implementation whose turn it is: another order of K, split K in FP32, one product after another,
+truncating additions, tensor-core instructions, scales on each block's sum, BF16 partial sums, intermediates in BF16,
+payloads by reciprocals, other forms of the sigmoid and of a division. The table has two medians of headroom (1 is the
+edge of what is admissible): of a case's median element, in every fourth case and among the elements for which more than
+one number is admissible, and of a case's largest. Of a router they are those of its weights.
+
+Exits 1 if anything correct was rejected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import planted_moe_faults as layers
+from conformance.backends import _torch_gemm as products
+from conformance.backends import _torch_moe as composite
+from conformance.backends import _torch_routing as routers
+from conformance.operations import OPERATIONS, gemm, grouped_gemm, moe
+from fuzz import plan
+from fuzz.case import Case
+from fuzz.grammar import GRAMMAR
+from references.gemm import admissible_gemm
+from references.gemm_formats import Operand
+from references.judging import judge_interval
+from references.recipes import Recipe
+from references.routing import judge_weights
+from references.routing.cases import config_of, routing_recipe
+from references.tensor_cores import TensorCore, tensor_core_dot, truncate
+
+F32, F64 = torch.float32, torch.float64
+RN = Recipe(source="FP32, to nearest", accumulator="fp32_rn")
+ANY = Recipe(source="FP32 in any order and rounding")
+OPERATION_NAMES = ("gemm", "grouped_gemm", "moe", "routing")
+Inputs = Mapping[str, Tensor]
+Parts = dict[str, Tensor]
+MatMul = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Legal:
+    """A correct implementation: what it answers, what it declares, and the cases that it is for."""
+
+    name: str
+    answer: Callable[[Case, Inputs], Parts]
+    recipe: Recipe
+    covers: Callable[[Case], bool] = lambda case: True
+
+
+def one_by_one_truncating(a: Tensor, b: Tensor) -> Tensor:
+    """One product after another, every addition cut toward zero."""
+    total = a.new_zeros(a.shape[0], b.shape[0], dtype=F64)
+    for k in range(a.shape[1]):
+        total = truncate(total + (a[:, k, None] * b[None, :, k]).to(F64), 24, -149)
+    return total.to(F32)
+
+
+def shuffled(a: Tensor, b: Tensor) -> Tensor:
+    """K in a random order."""
+    order = torch.randperm(a.shape[1], generator=torch.Generator().manual_seed(a.shape[1]))
+    return products.matmul(a[:, order], b[:, order])
+
+
+def pairwise(a: Tensor, b: Tensor) -> Tensor:
+    """Products added by a tree."""
+    terms = a[:, None, :] * b[None, :, :]
+    while terms.shape[2] > 1:
+        terms = F.pad(terms, (0, terms.shape[2] % 2))
+        terms = terms[..., 0::2] + terms[..., 1::2]
+    return terms[..., 0]
+
+
+MATMULS: Mapping[str, tuple[MatMul, Recipe]] = {
+    "one FP32 matmul": (products.matmul, RN),
+    "K backwards": (lambda a, b: products.matmul(a.flip(1), b.flip(1)), RN),
+    "K shuffled": (shuffled, RN),
+    "split-K in FP32": (layers.split_k, RN),
+    "one product at a time": (layers.one_by_one, RN),
+    "one product at a time, truncating": (one_by_one_truncating, ANY),
+    "a tree": (pairwise, RN),
+    "FP64 sums": (lambda a, b: (a.double() @ b.double().T).float(), RN),
+}
+
+
+def by_blocks(a: Operand, b: Operand) -> Tensor:
+    """Each K block's dot product in FP32, times both scales, added."""
+    width, k = min(a.width, b.width), a.codes.shape[1]
+    total = torch.zeros(len(a.codes), len(b.codes))
+    for start in range(0, k, width):
+        part = slice(start, min(start + width, k))
+        dot = a.codes[:, part].float() @ b.codes[:, part].float().T
+        scale = a.scales[:, start // a.width, None].float() * b.scales[None, :, start // b.width].float()
+        total = total + dot * scale
+    return total
+
+
+def by_instructions(a: Operand, b: Operand) -> Tensor:
+    """Sixteen products at a time on operands dequantised to BF16 payloads: 25 bits below the largest, truncated."""
+    core = TensorCore(products=16, fraction_bits=25, significand_bits=24)
+    return tensor_core_dot(a.values, b.values, "bf16", core).to(F32)
+
+
+def in_bf16(a: Operand, b: Operand) -> Tensor:
+    """Three parts of K, each in FP32, rounded to BF16 and added in FP32."""
+    size = -(-a.values.shape[1] // 3)
+    total = torch.zeros(len(a.codes), len(b.codes))
+    for start in range(0, a.values.shape[1], size):
+        part = slice(start, start + size)
+        total = total + (a.values[:, part].float() @ b.values[:, part].float().T).to(torch.bfloat16).float()
+    return total
+
+
+Multiply = Callable[[Operand, Operand], Tensor]
+
+
+def _dense(multiply: Multiply) -> Callable[[Case, Inputs], Parts]:
+    return lambda case, inputs: {"output": multiply(*gemm.operands(case, inputs)).to(gemm.DTYPES[case["out"]])}
+
+
+def _grouped(multiply: Multiply) -> Callable[[Case, Inputs], Parts]:
+    def answer(case: Case, inputs: Inputs) -> Parts:
+        rows = grouped_gemm.row_groups(case, inputs)
+        spec = grouped_gemm.outputs(case)["output"]
+        output = torch.zeros(len(rows), case.integer("n"), dtype=spec.dtype)
+        for where, a, b in grouped_gemm.group_operands(case, inputs, rows):
+            output[where] = multiply(a, b).to(spec.dtype)
+        return {"output": output.view(spec.shape)}
+
+    return answer
+
+
+def _on_values(matmul: MatMul) -> Multiply:
+    return lambda a, b: matmul(a.values.float(), b.values.float())
+
+
+def _matrix_products() -> dict[str, tuple[Multiply, Recipe, Callable[[Case], bool]]]:
+    every: Callable[[Case], bool] = lambda case: True  # noqa: E731
+    found = {name: (_on_values(matmul), recipe, every) for name, (matmul, recipe) in MATMULS.items()}
+    split = Recipe(source="three parts of K in BF16", accumulator="bf16_split_k", split_k=3)
+    return found | {
+        "scales on each block's sum": (by_blocks, RN, every),
+        "instructions of 16 products": (by_instructions, ANY, lambda case: case.variant == "bf16"),
+        "BF16 partial sums": (in_bf16, split, lambda case: case.integer("k") >= 3),
+    }
+
+
+def _layer(layer: layers.Layer) -> Callable[[Case, Inputs], Parts]:
+    return lambda case, inputs: {"output": layer(case, inputs)}
+
+
+def _layers() -> list[Legal]:
+    every = dict(layers.LEGAL)
+    every |= {f"{name}, both": (layers.Layer(matmul=matmul), recipe) for name, (matmul, recipe) in MATMULS.items()}
+    found = []
+    for name, (layer, recipe) in every.items():
+        variants = ("deepseek_fp8", "mxfp8", "w4a8") if layer.reciprocal else tuple(GRAMMAR["moe"])
+        # Under FP32 scales the composite keeps amax from 0.
+        floored = replace(recipe, amax_floor=composite.AMAX_FLOOR)
+        found += [
+            Legal(name, _layer(layer), floored, _Where(variants, True)),
+            Legal(name, _layer(layer), recipe, _Where(variants, False)),
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Cases of some formats, with FP32 scales or with others."""
+
+    variants: tuple[str, ...]
+    continuous: bool
+
+    def __call__(self, case: Case) -> bool:
+        return case.variant in self.variants and (case["scale"] == "fp32") == self.continuous
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to write a router in FP32. tanh: sigmoids by tanh. wide: scores in FP64, rounded. reciprocal: quotients
+    as products. bias: its dtype."""
+
+    tanh: bool = False
+    wide: bool = False
+    reciprocal: bool = False
+    bias: torch.dtype = F32
+
+    def __call__(self, case: Case, inputs: Inputs) -> Parts:
+        """The parts of a ``routing`` case."""
+        method, k = case.variant, case.integer("topk")
+        x = inputs["logits"].float()
+        rank, weigh = (self._score(score) for score in routers.SCORES[method])
+        choice = rank(x)
+        if method in routers.BIASED:
+            choice = choice + inputs["bias"].to(self.bias).float()
+        if method in routers.GROUPED:
+            pair = method == "DeepSeekV3"
+            choice = routers._kept(choice, case.integer("groups"), case.integer("topk_group"), pair=pair)
+        ids = choice.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        weights = weigh(x).gather(1, ids)
+        if method == "Renormalize":
+            weights = self._softmax(weights)
+        elif method in routers.RENORMALIZED or dict(case.params).get("renormalize") == "on":
+            weights = self._over(weights, weights.sum(dim=1, keepdim=True) + 1e-20)
+        if method in (*routers.BIASED, "GroupedTopK"):
+            weights = weights * float(case["scaling"])
+        return routers._parts(case, ids, weights, case.integer("experts"))
+
+    def _score(self, score: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        if score is torch.sigmoid and self.tanh:
+            return lambda x: 0.5 * torch.tanh(0.5 * x) + 0.5
+        if self.wide:
+            return lambda x: score(x.double()).float()
+        return self._softmax if score is routers._softmax else score
+
+    def _softmax(self, x: Tensor) -> Tensor:
+        if self.wide:
+            return x.double().softmax(dim=1).float()
+        e = torch.exp(x - x.amax(dim=1, keepdim=True))
+        return self._over(e, e.sum(dim=1, keepdim=True))
+
+    def _over(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * (1 / b) if self.reciprocal else a / b
+
+
+def _plain_router(case: Case, inputs: Inputs) -> Parts:
+    return routers.route(case, inputs)
+
+
+def _routers() -> list[Legal]:
+    lowest = Recipe(source="a stable sort", group_tie_rule="lowest_index")
+    always: Callable[[Case], bool] = lambda case: True  # noqa: E731
+    sigmoid: Callable[[Case], bool] = lambda case: torch.sigmoid in routers.SCORES[case.variant]  # noqa: E731
+    biased: Callable[[Case], bool] = lambda case: case.variant in routers.BIASED  # noqa: E731
+    forms: list[tuple[str, Callable[[Case, Inputs], Parts], Recipe, Callable[[Case], bool]]] = [
+        ("plain", Form(), lowest, always),
+        ("torch.topk", _plain_router, Recipe(source="torch.topk", tie_rule="any"), always),
+        ("scores in FP64", Form(wide=True), lowest, always),
+        ("sigmoid by tanh", Form(tanh=True), replace(lowest, sigmoid="tanh"), sigmoid),
+        # Two roundings: of the reciprocal and of the product.
+        ("quotients by reciprocals", Form(reciprocal=True), replace(lowest, division_error=2.0**-22), always),
+        ("bias in BF16", Form(bias=torch.bfloat16), replace(lowest, bias_dtype="bf16"), biased),
+    ]
+    return [Legal(name, answer, recipe, covers) for name, answer, recipe, covers in forms]
+
+
+def legal() -> dict[str, list[Legal]]:
+    """operation -> its correct implementations."""
+    matrix = _matrix_products()
+    return {
+        "gemm": [Legal(name, _dense(multiply), recipe, covers) for name, (multiply, recipe, covers) in matrix.items()],
+        "grouped_gemm": [
+            Legal(name, _grouped(multiply), recipe, covers) for name, (multiply, recipe, covers) in matrix.items()
+        ],
+        "moe": _layers(),
+        "routing": _routers(),
+    }
+
+
+def element_headrooms(case: Case, inputs: Inputs, parts: Parts, recipe: Recipe) -> Tensor:
+    """Headrooms of the elements for which more than one number is admissible, one-dimensional."""
+    recipe = recipe.only(OPERATIONS[case.operation].open_choices(case.variant))
+    if case.operation == "routing":
+        if case["out"] == "packed":
+            return torch.empty(0)
+        router, choices = config_of(case), routing_recipe(recipe, case)
+        found = judge_weights(
+            parts["weights"], parts["selection"], inputs["logits"], inputs.get("bias"), router, choices
+        )
+        return found.headroom[(found.lo < found.hi) & ~found.free]
+    output = parts["output"]
+    if case.operation == "grouped_gemm":
+        rows = grouped_gemm.row_groups(case, inputs)
+        wide, some = output.reshape(len(rows), -1).double(), []
+        for where, a, b in grouped_gemm.group_operands(case, inputs, rows):
+            interval = admissible_gemm(a, b, recipe, output.dtype).interval
+            some.append(judge_interval(wide[where], interval).headroom[interval.lo < interval.hi])
+        return torch.cat(some) if some else torch.empty(0)
+    if case.operation == "gemm":
+        interval = admissible_gemm(*gemm.operands(case, inputs), recipe, output.dtype).interval
+    else:
+        interval = moe.admissible(case, inputs, recipe).interval
+    return judge_interval(output.double(), interval).headroom[interval.lo < interval.hi]
+
+
+@dataclass
+class Tally:
+    """What came of one operation x format."""
+
+    cases: int = 0
+    rejected: list[str] = field(default_factory=list)
+    largest: dict[str, list[float]] = field(default_factory=dict)
+    typical: dict[str, list[float]] = field(default_factory=dict)
+
+    def medians(self) -> str:
+        """The cells of the table: medians over cases."""
+        found = [self.typical.get(name) for name in ("fp32", "fp32 normal")]
+        found += [self.largest.get(name) for name in ("fp32", "bf16")]
+        return " | ".join(f"{statistics.median(some):.2g}" if some else "" for some in found)
+
+
+def examine(cases: Sequence[Case], tallies: dict[tuple[str, str], Tally]) -> None:
+    """Judge each case with the implementation whose turn it is, and count."""
+    implementations = legal()
+    for number, case in enumerate(cases):
+        tally = tallies.setdefault((case.operation, case.variant), Tally())
+        some = [item for item in implementations[case.operation] if item.covers(case)]
+        chosen = some[tally.cases % len(some)]
+        inputs: Any = OPERATIONS[case.operation].inputs(case)
+        parts = chosen.answer(case, inputs)
+        verdicts = OPERATIONS[case.operation].judge(case, inputs, parts, chosen.recipe)
+        tally.cases += 1
+        tally.rejected += [f"{case}, {chosen.name}: {v.part}: {v.message}" for v in verdicts if v.verdict != "pass"]
+        last = verdicts[-1] if case.operation == "routing" else verdicts[0]
+        if last.headroom is not None:
+            tally.largest.setdefault(case["out"], []).append(last.headroom)
+        if number % 4 == 0:
+            found = element_headrooms(case, inputs, parts, chosen.recipe)
+            for name in (case["out"], f"{case['out']} {case['values']}"):
+                if found.numel():
+                    tally.typical.setdefault(name, []).append(float(found.median()))
+
+
+def table(tallies: Mapping[tuple[str, str], Tally]) -> str:
+    """Markdown: a row for each operation x format."""
+    lines = [
+        "| operation | format | cases | rejected | FP32: element | `normal`: element | FP32: largest | BF16: largest |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (operation, variant), tally in tallies.items():
+        lines.append(f"| {operation} | {variant} | {tally.cases} | {len(tally.rejected)} | {tally.medians()} |")
+    total = sum(tally.cases for tally in tallies.values())
+    lines.append(f"| **all** | | {total} | {sum(len(tally.rejected) for tally in tallies.values())} | | | | |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", type=int, default=610, help="for each operation x format")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--operation", choices=OPERATION_NAMES, action="append")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if options.cases < 1:
+        parser.error("--cases is at least 1")
+    start, tallies = time.monotonic(), dict[tuple[str, str], Tally]()
+    for operation in options.operation or OPERATION_NAMES:
+        for variant in GRAMMAR[operation]:
+            examine(plan.draw_plan([(operation, variant)], options.cases, options.seed), tallies)
+            print(f"{time.monotonic() - start:.0f} s: {operation} {variant}", file=sys.stderr, flush=True)
+    rejected = [line for tally in tallies.values() for line in tally.rejected]
+    text = table(tallies)
+    print(text, *rejected, sep="\n")
+    if options.out is not None:
+        command = f"python -m benchmarks.legal_variants --cases {options.cases} --seed {options.seed}"
+        head = (
+            f"# Correct implementations and their bounds\n\nMade by `{command}`.\n"
+            "Every case is judged with one correct implementation, under what that one declares. Medians of headroom\n"
+            "(1 is the edge of what is admissible), by the dtype of the output: of a case's median element, in every\n"
+            "fourth case and among elements for which more than one number is admissible, in all profiles and in\n"
+            "`normal` alone; and of a case's largest. Of a router, of its weights.\n\n"
+        )
+        options.out.write_text(f"{head}{text}\n")
+    return 1 if rejected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

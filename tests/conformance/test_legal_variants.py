@@ -1,0 +1,47 @@
+"""The command that looks for false alarms: every implementation is used, none is rejected, a wrong one is."""
+
+import torch
+
+from benchmarks import legal_variants
+from benchmarks.legal_variants import ANY, Legal, Tally, examine, legal, main, table
+from fuzz import plan
+from fuzz.grammar import GRAMMAR
+
+
+def test_a_few_cases_of_every_format_raise_no_alarm():
+    tallies = {}
+    for operation in legal_variants.OPERATION_NAMES:
+        for variant in GRAMMAR[operation]:
+            examine(plan.draw_plan([(operation, variant)], 3, 7), tallies)
+    assert len(tallies) == 33
+    assert all(tally.cases == 3 for tally in tallies.values())
+    assert [line for tally in tallies.values() for line in tally.rejected] == []
+    assert table(tallies).splitlines()[-1].startswith("| **all** | | 99 | 0 |")
+
+
+def test_every_implementation_covers_some_drawn_case():
+    for operation, items in legal().items():
+        cases = [case for variant in GRAMMAR[operation] for case in plan.draw_plan([(operation, variant)], 12, 0)]
+        idle = {item.name for item in items} - {item.name for item in items if any(map(item.covers, cases))}
+        assert not idle
+
+
+def test_a_wrong_answer_is_counted(monkeypatch, capsys):
+    def doubled(case, inputs):
+        return {"output": 2 * right.answer(case, inputs)["output"]}
+
+    right = legal()["gemm"][0]
+    monkeypatch.setattr(legal_variants, "legal", lambda: {"gemm": [Legal("doubled", doubled, ANY)]})
+    assert main(["--cases", "2", "--operation", "gemm"]) == 1
+    assert "doubled: output" in capsys.readouterr().out
+
+
+def test_medians_by_hand():
+    tally = Tally(cases=3, largest={"fp32": [0.5, 0.1, 0.3], "bf16": [1.0]}, typical={"fp32": [0.02, 0.04]})
+    assert tally.medians() == "0.03 |  | 0.3 | 1"
+
+
+def test_ways_to_multiply_agree():
+    a, b = torch.randn(5, 37), torch.randn(4, 37)
+    for name, (matmul, _) in legal_variants.MATMULS.items():
+        assert torch.allclose(matmul(a, b), a @ b.T, atol=1e-4), name
