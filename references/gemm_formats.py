@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from references import layouts
-from references.blocks import block_size, dequantize, grid_rows, scale_grid, scale_values
+from references.blocks import block_size, grid_rows, scale_grid, scale_values
 from references.elements import E2M1, E4M3FN, Element, decode
 from references.least_bits import NOTHING, ZERO_CODE, code_least_bits, least_bit
 from references.packing import unpack_fp4
+from references.rounding import round_to
 from references.schemes import Block, ScaleKind, Scheme
 
 F64 = torch.float64
@@ -201,14 +202,20 @@ def operand(numbers: Tensor, scales: Tensor | None, side: Side, global_scale: Te
         factors = factors * global_scale.to(F64).reshape(())
     by_row = grid_rows(factors, side.block, shape, slice(0, shape[0]))
     width = block_size(shape, side.block)[1]
-    values = torch.empty_like(codes)
-    blocks = shape[1] // width
-    whole = blocks * width
-    by_block = (shape[0], blocks, width)
-    torch.mul(codes[:, :whole].view(by_block), by_row[:, :blocks, None], out=values[:, :whole].view(by_block))
-    if whole < shape[1]:
-        torch.mul(codes[:, whole:], by_row[:, -1:], out=values[:, whole:])
+    values = _scaled(codes, by_row, width)
     return Operand(codes, by_row, width, values, side, raw)
+
+
+def _scaled(codes: Tensor, scales: Tensor, width: int) -> Tensor:
+    """Codes times the scale of their row's block, each product rounded once, in their common dtype."""
+    rows, blocks = codes.shape[0], codes.shape[1] // width
+    whole = blocks * width
+    values = torch.empty_like(codes)
+    by_block = (rows, blocks, width)
+    torch.mul(codes[:, :whole].view(by_block), scales[:, :blocks, None], out=values[:, :whole].view(by_block))
+    if whole < codes.shape[1]:
+        torch.mul(codes[:, whole:], scales[:, -1:], out=values[:, whole:])
+    return values
 
 
 PIECE = {"cpu": 2**21, "cuda": 2**28}
@@ -236,12 +243,21 @@ class Stored:
         """All of it."""
         return operand(self.numbers, self.scales, self.side, self.global_scale)
 
-    def values(self) -> Tensor:
-        """The values alone, FP64 ``[rows, k]``, exact."""
+    def values(self, dtype: torch.dtype = F64) -> Tensor:
+        """The values alone ``[rows, k]``: FP64, exact; or FP32, as FP32 arithmetic dequantises."""
         if self.side.element is None or self.scales is None:
-            return self.numbers.to(F64)
-        codes = unpack_fp4(self.numbers) if self.side.element.bits == 4 else self.numbers
-        return dequantize(codes, self.scales, self.side.scheme, global_scale=self.global_scale)
+            return self.numbers.to(dtype)
+        codes = decode(
+            unpack_fp4(self.numbers) if self.side.element.bits == 4 else self.numbers, self.side.element, dtype
+        )
+        shape = (codes.shape[0], codes.shape[1])
+        factors = scale_values(self.scales, self.side.scheme)
+        if self.global_scale is not None:
+            factors = factors * self.global_scale.to(F64).reshape(())
+        if dtype == torch.float32:
+            factors = round_to(factors, dtype).to(dtype)
+        by_row = grid_rows(factors, self.side.block, shape, slice(0, shape[0]))
+        return _scaled(codes, by_row, block_size(shape, self.side.block)[1])
 
     def pieces(self) -> Iterator[Stored]:
         """Consecutive rows, whole blocks of scales each, that make up the matrix."""

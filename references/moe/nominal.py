@@ -16,7 +16,6 @@ from references.moe.activation import silu
 from references.moe.config import MoeConfig
 from references.moe.requantise import quantised
 from references.recipes import Recipe
-from references.rounding import round_to
 
 F64 = torch.float64
 ROWS = {"cpu": 2**12, "cuda": 2**16}
@@ -38,7 +37,7 @@ def nominal_moe(
 
     precision: of all arithmetic but quantisation, float64 or float32. Experts are asked for twice, in order.
     """
-    entering = _values(quantised(x.to(F64), config.scheme, config.sides[0], recipe, scales[0]), precision)
+    entering = quantised(x.to(F64), config.scheme, config.sides[0], recipe, scales[0]).values(precision)
     output = entering.new_zeros(x.shape)
     chosen, order = torch.sort(ids.reshape(-1), stable=True)
     counts = torch.bincount(chosen[chosen >= 0].to(torch.int64)).tolist()
@@ -57,15 +56,10 @@ def nominal_moe(
         sums = _grouped(entering, rows, [experts(expert)[0] for expert in group], part, precision)
         h = _activated(sums * factor if config.weight_on_input else sums, config)
         second = quantised(h.to(F64), config.scheme, config.sides[0], recipe, scales[1])
-        inner = _values(second, precision)
+        inner = second.values(precision)
         found = _grouped(inner, None, [experts(expert)[1] for expert in group], part, precision)
         output.index_add_(0, rows, found if config.weight_on_input else found * factor)
     return (output * config.scaling).to(F64)
-
-
-def _values(stored: Stored, precision: torch.dtype) -> Tensor:
-    values = stored.values()
-    return values if precision == F64 else round_to(values, precision).to(precision)
 
 
 def _grouped(
@@ -77,7 +71,7 @@ def _grouped(
         some = slice(start, start + count)
         start += count
         mine = x[some] if rows is None else x[rows[some]]
-        found.append(torch.cat([mine @ _values(piece, precision).T for piece in stored.pieces()], dim=1))
+        found.append(torch.cat([mine @ piece.values(precision).T for piece in stored.pieces()], dim=1))
     return torch.cat(found)
 
 
