@@ -16,7 +16,8 @@ R <= c / (1 - c) Q. What remains is c for each accumulator over n products:
   t >= 4, plus as many promotions into another accumulator as there are instructions.
 - ``hopper_f16``, ``f16_upcast``: ceil(n / 16) instructions of 16 products, 17 terms truncated to 25 bits below the
   largest exponent, the sum to 24 bits: (17 2^-25 + 2^-23) each, and one FP32 rounding (2^-24) for each K block that is
-  promoted. The largest exponent is of a product before normalisation, hence at most that of the product's value.
+  promoted and each part of K that is added. The largest exponent is of a product before normalisation, hence at most
+  that of the product's value.
 - ``bf16_split_k``: each of ``split_k`` partial sums is an ``fp32_any`` sum, rounded to BF16 (2^-9), then added by
   split_k - 1 additions that round to BF16 or finer. With R the FP32 error, the conversions err by at most 2^-9 (S + R)
   together and 2^-134 each among BF16's subnormal numbers, the additions by c / (1 - c) (Q + R + the former) with
@@ -225,7 +226,7 @@ def _coefficient(recipe: Recipe, n: int, width: int) -> float:
             block = min(width, 128) if recipe.promotion == "every_128" else width
             blocks = -(-n // block)
             instructions = blocks * -(-block // F16_PRODUCTS)
-            return instructions * ((F16_PRODUCTS + 1) * 2.0**-25 + 2.0**-23) + blocks * U32
+            return instructions * ((F16_PRODUCTS + 1) * 2.0**-25 + 2.0**-23) + (blocks + recipe.k_parts - 1) * U32
     raise ValueError(f"gemm: no closed bound for accumulator {recipe.accumulator}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from references import hopper
 from references.accumulators import SLACK, Radius, Sums, radius, sums
 from references.gemm_formats import Operand
-from references.gemm_models import exact_rows, has_model
+from references.gemm_models import exact_rows, has_model, orders
 from references.judging import Interval
 from references.recipes import Recipe
 from references.rounding import half_ulp, next_down, next_up, round_to
@@ -33,25 +33,35 @@ class Admissible:
     radii: by stage, each ``[m, n]``: ``accumulation``, ``scaling``, ``output_rounding``, ``evaluation`` (FP64's own).
     modelled: bool ``[m]``, rows where the model's answer is the only one.
     expectation: for tests over the whole tensor, where the recipe has a model of its errors.
+    parts: how many parts of K the model's answer adds up, where the recipe admits several.
     """
 
     interval: Interval
     radii: dict[str, Tensor]
     modelled: Tensor
     expectation: Expectation | None = None
+    parts: int = 1
 
 
-def admissible_gemm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype) -> Admissible:
-    """The outputs of ``a @ b.T`` in ``dtype`` that a recipe admits; memory is a few FP64 matrices of the output."""
+def admissible_gemm(
+    a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, actual: Tensor | None = None
+) -> Admissible:
+    """The outputs of ``a @ b.T`` in ``dtype`` that a recipe admits; memory is a few FP64 matrices of the output.
+
+    actual: the answer ``[m, n]``, by which an exact model chooses among the orders that the recipe admits; the first of
+    them if None.
+    """
     facts = sums(a, b)
     low, high, parts = _bounds(facts, a, b, recipe)
     nominal = round_to(facts.exact, dtype)
     ends = _rounded(low, high, recipe, dtype)
     centre = facts.exact.clone()
-    modelled = torch.zeros(a.values.shape[0], dtype=torch.bool, device=nominal.device)
+    modelled, parts_of_k = torch.zeros(a.values.shape[0], dtype=torch.bool, device=nominal.device), 1
     if has_model(a, b, recipe):
         chosen = sample_rows(a.values.shape[0], b.values.shape[0] * facts.n, nominal.device)
-        answer = round_to(exact_rows(a.rows(chosen), b, recipe), dtype)
+        answer, parts_of_k = _nearest_order(
+            a.rows(chosen), b, recipe, dtype, None if actual is None else actual[chosen]
+        )
         modelled[chosen] = True
         nominal[chosen], centre[chosen], ends[0][chosen], ends[1][chosen] = answer, answer, answer, answer
     rounding = half_ulp(nominal, dtype)
@@ -65,7 +75,25 @@ def admissible_gemm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype) 
         "evaluation": facts.error,
     }
     expectation = _expectation(facts, a, b, recipe, parts)
-    return Admissible(Interval(ends[0], ends[1], nominal, centre, reach), radii, modelled, expectation)
+    interval = Interval(ends[0], ends[1], nominal, centre, reach)
+    return Admissible(interval, radii, modelled, expectation, parts_of_k)
+
+
+def _nearest_order(
+    a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, actual: Tensor | None
+) -> tuple[Tensor, int]:
+    """The model's answer in the order that agrees with most of the actual one, and its parts of K."""
+    blocks = a.width < a.codes.shape[1] or b.width < b.codes.shape[1]
+    best: tuple[float, Tensor, int] | None = None
+    for spans in orders(a.codes.shape[1], recipe, blocks=blocks):
+        answer = round_to(exact_rows(a, b, recipe, spans), dtype)
+        equal = 1.0 if actual is None else float((answer == actual.to(answer.dtype)).to(torch.float64).mean())
+        if best is None or equal > best[0]:
+            best = equal, answer, len(spans)
+        if equal == 1.0:
+            break
+    assert best is not None
+    return best[1], best[2]
 
 
 def _expectation(facts: Sums, a: Operand, b: Operand, recipe: Recipe, parts: Radius) -> Expectation | None:

@@ -6,6 +6,8 @@ cuBLASLt and FlashInfer (``fma_dot_sasb``); see docs/gemm.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,30 +40,57 @@ def has_model(a: Operand, b: Operand, recipe: Recipe) -> bool:
     return recipe.accumulator in ("hopper_fp8", "f16_upcast") and names == {"e4m3"} and scaled
 
 
-def exact_rows(a: Operand, b: Operand, recipe: Recipe) -> Tensor:
+def orders(k: int, recipe: Recipe, *, blocks: bool) -> list[list[slice]]:
+    """The ways of cutting K that a recipe admits, distinct, fewest parts first. blocks: whether there are block scales.
+
+    Source: cuBLASLt's split products on an H200, where K = 4096 to 16384 is cut into 2 to 8 such parts.
+    """
+    unit, found = 128 if blocks else 64, []
+    for parts in range(1, recipe.k_parts + 1):
+        units = (k + unit - 1) // unit
+        step = (units + parts - 1) // parts * unit
+        spans = [slice(start, min(start + step, k)) for start in range(0, k, step)]
+        if spans not in found:
+            found.append(spans)
+    return found
+
+
+def exact_rows(a: Operand, b: Operand, recipe: Recipe, spans: Sequence[slice] | None = None) -> Tensor:
     """The FP32 accumulator after all of K, FP64 ``[m, n]``, before it is rounded to the output dtype.
 
-    Raises ValueError where `has_model` does not hold.
+    spans: one of `orders`; K in one piece if None. Raises ValueError where `has_model` does not hold.
     """
     if not has_model(a, b, recipe):
         raise ValueError(f"gemm: no exact model of accumulator {recipe.accumulator} here")
-    core = CORES[recipe.accumulator]
+    core, k = CORES[recipe.accumulator], a.codes.shape[1]
+    spans = spans or [slice(0, k)]
     if a.side.scale is None:
-        return tensor_core_dot(a.values, b.values, "bf16", core)
+        return _added([tensor_core_dot(a.values[:, part], b.values[:, part], "bf16", core) for part in spans])
     name = "f16" if recipe.accumulator == "f16_upcast" else "e4m3"
-    k, block = a.codes.shape[1], min(a.width, b.width)
+    block = min(a.width, b.width)
     step = min(block, 128) if recipe.promotion == "every_128" else block
-    total = a.codes.new_zeros(a.codes.shape[0], b.codes.shape[0])
-    if a.width >= k and b.width >= k:
-        # One scale each: promoted sums are added first and scaled at the end.
-        for start in range(0, k, step):
-            dot = tensor_core_dot(a.codes[:, start : start + step], b.codes[:, start : start + step], name, core)
-            total = fma_fp32(dot, torch.ones_like(dot), total)
-        return _combine(total, a.scales[:, :1], b.scales[:, 0], torch.zeros_like(total), recipe)
-    for start in range(0, k, step):
-        dot = tensor_core_dot(a.codes[:, start : start + step], b.codes[:, start : start + step], name, core)
-        scale_a, scale_b = a.scales[:, start // a.width, None], b.scales[:, start // b.width]
-        total = _combine(dot, scale_a, scale_b, total, recipe)
+    whole = a.width >= k and b.width >= k  # one scale each: promoted sums are added first and scaled at the end
+    totals = []
+    for part in spans:
+        total = a.codes.new_zeros(a.codes.shape[0], b.codes.shape[0])
+        for start in range(part.start, part.stop, step):
+            ks = slice(start, min(start + step, part.stop))
+            dot = tensor_core_dot(a.codes[:, ks], b.codes[:, ks], name, core)
+            if whole:
+                total = fma_fp32(dot, torch.ones_like(dot), total)
+            else:
+                scale_a, scale_b = a.scales[:, start // a.width, None], b.scales[:, start // b.width]
+                total = _combine(dot, scale_a, scale_b, total, recipe)
+        totals.append(total)
+    total = _added(totals)
+    return _combine(total, a.scales[:, :1], b.scales[:, 0], torch.zeros_like(total), recipe) if whole else total
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """Sums of parts of K, added in order in FP32."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = fma_fp32(part, torch.ones_like(part), total)
     return total
 
 

@@ -83,6 +83,9 @@ class Recipe:
         fma(RN(dot * sA), sB, acc); ``fma_dot_sasb`` fma(dot, RN(sA * sB), acc); ``any``. Naming one makes the answer of
         an exact accumulator model unique.
     split_k: the number of parts of K (``bf16_split_k``).
+    k_parts: the most contiguous parts of K that may be summed apart in FP32 and then added in order, each but the last
+        of ceil(K / parts) rounded up to 64 (to 128 where there are block scales). An exact model has to be met with one
+        number of parts for the whole answer, which is reported.
     out_rounding: of the accumulator to the output dtype: ``nearest``, or ``faithful`` for either neighbour.
     fc1_dtype, activation_dtype, fc2_dtype, weighted_dtype: of an expert layer, how FC1's output, silu(gate) * up, each
         expert's output and its product with the router weight are stored on the way, ``fp32`` or ``bf16``.
@@ -106,6 +109,7 @@ class Recipe:
     promotion: Promotion = "every_128"
     scale_combination: ScaleCombination = "any"
     split_k: int = 1
+    k_parts: int = 1
     out_rounding: OutRounding = "nearest"
     fc1_dtype: Between = "fp32"
     activation_dtype: Between = "fp32"
@@ -145,6 +149,8 @@ class Recipe:
                 )
         if (self.split_k > 1) != (self.accumulator == "bf16_split_k") or self.split_k < 1:
             raise ValueError(f"recipe: split_k={self.split_k} must be above 1 exactly where accumulator=bf16_split_k")
+        if self.k_parts < 1 or (self.k_parts > 1 and self.accumulator not in ("hopper_fp8", "hopper_f16")):
+            raise ValueError(f"recipe: k_parts={self.k_parts} is for the accumulators hopper_fp8 and hopper_f16")
         if not self.source.strip():
             raise ValueError("recipe: a source is required")
 

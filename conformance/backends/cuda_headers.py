@@ -105,7 +105,7 @@ def backends() -> Iterable[CudaHeaders]:
 
 def _ue8m0(case: Any, x: Tensor) -> Parts:
     if case["from"] != "scale":
-        x = x / LARGEST[case["from"].removeprefix("amax_")]
+        x = _divided(x, LARGEST[case["from"].removeprefix("amax_")])
     return {"scales": cuda.to_e8m0(x, up=case.variant == "ceil")}
 
 
@@ -116,7 +116,7 @@ def _quantize(case: Any, inputs: Mapping[str, Tensor]) -> Parts:
     if case["scale"] == "static":
         scales = inputs["scale"].view(1, 1)
     else:
-        quotient = _amax(x, block) / LARGEST[element]
+        quotient = _divided(_amax(x, block), LARGEST[element])
         match case["scale"]:
             case "fp32":
                 parts["scales"] = scales = quotient
@@ -146,6 +146,11 @@ def _dequantize(case: Any, inputs: Mapping[str, Tensor]) -> Parts:
         case "e4m3":
             scales = cuda.from_codes(scales, "e4m3") * inputs["global_scale"]
     return {"output": (values * _spread(scales, _block(case), values)).to(OUTPUTS[case["out"]])}
+
+
+def _divided(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor``, rounded once: torch multiplies by the reciprocal where the divisor is a number on CUDA."""
+    return x / torch.full((), divisor, device=x.device)
 
 
 def _block(case: Any) -> tuple[int, int]:

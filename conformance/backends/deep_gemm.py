@@ -40,12 +40,15 @@ NORMAL_VALUES = (
     "single",
     "zeros",
 )
-GEMMS = {
-    "gemm": ("fp8_gemm_nt", "bf16_gemm_nt"),
-    "contiguous_128": ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_contiguous"),
-    "masked": ("m_grouped_fp8_gemm_nt_masked", "m_grouped_bf16_gemm_nt_masked"),
+GEMMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "gemm": (("fp8_gemm_nt",), ("bf16_gemm_nt",)),
+    "contiguous_128": (("m_grouped_fp8_gemm_nt_contiguous",), ("m_grouped_bf16_gemm_nt_contiguous",)),
+    "masked": (
+        ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
+        ("m_grouped_bf16_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked"),
+    ),
 }
-"""What the library calls its FP8 and BF16 kernels."""
+"""What versions of the library call its FP8 and its BF16 kernels."""
 SWEPT: Mapping[str, tuple[str, ...]] = {"dims": ("nk",), "stream": ("side",), "graph": ("replay",)}
 
 Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -79,12 +82,16 @@ class DeepGemm:
 
     name = "deep_gemm"
 
+    def __init__(self) -> None:
+        self._on_gpu = False
+
     def version(self) -> str:
         """The distribution's version."""
         return VERSION
 
     def claims(self, device: str) -> Iterable[Claim]:
         """Casts; on SM90 kernels and layouts as well."""
+        self._on_gpu = device.startswith("cuda")
         return [*_cast_claims(), *(_kernel_claims(LIBRARY) if LIBRARY is not None and _is_sm90(device) else ())]
 
     def recipe(self, claim: Claim) -> Recipe:
@@ -106,7 +113,8 @@ class DeepGemm:
         if claim.operation == "ue8m0":
             return Recipe(source=CAST_SOURCE)
         return Recipe(
-            source=CAST_SOURCE,
+            source=f"{CAST_SOURCE}; torch divides by a number on CUDA by multiplying by its reciprocal",
+            scale_arithmetic="reciprocal" if self._on_gpu else "divide",
             payload_arithmetic="reciprocal",
             amax_floor=AMAX_FLOOR,
             zero_sign="any" if claim.variant == "mxfp4" else "keep",
@@ -148,24 +156,25 @@ def _kernel_claims(library: ModuleType) -> Iterable[Claim]:
     for layout, names in GEMMS.items():
         operation = "gemm" if layout == "gemm" else "grouped_gemm"
         grouping = {} if layout == "gemm" else {"grouping": (layout,)}
-        if hasattr(library, names[0]):
+        fp8, bf16 = (next((name for name in found if hasattr(library, name)), None) for found in names)
+        if fp8 is not None:
             # FP32 outputs need 1x128 scales on both sides.
             yield Claim(
                 operation=operation,
                 variant="deepseek_fp8",
-                source=f"{GEMM_SOURCE}: {names[0]}",
+                source=f"{GEMM_SOURCE}: {fp8}",
                 where={"out": ("bf16",), **grouping},
                 multiples={"k": ROW_BYTES, "n": ROW_BYTES // 2},
                 options=SWEPT,
                 enforced=("k", "n", "out"),
             )
-        if hasattr(library, names[1]):
+        if bf16 is not None:
             for values in (NORMAL_VALUES, ("subnormal",)):
                 yield Claim(
                     operation=operation,
                     variant="bf16",
-                    source=f"{GEMM_SOURCE}: {names[1]}",
-                    where={"values": values, "out": ("bf16",), **grouping},
+                    source=f"{GEMM_SOURCE}: {bf16}",
+                    where={"values": values, **(grouping and {"out": ("bf16",), **grouping})},
                     multiples={"k": ROW_BYTES // 2, "n": ROW_BYTES // 2},
                     options=SWEPT,
                     enforced=("k", "n"),
@@ -180,7 +189,7 @@ def _kernel_claims(library: ModuleType) -> Iterable[Claim]:
                 variant=variant,
                 source=f"{LAYOUT_SOURCE}: {name}",
                 where={"direction": ("pack",)},
-                options={"stream": ("side",), "graph": ("replay",), "inputs": ("strided",)},
+                options={"stream": ("side",), "graph": ("replay",)},
             )
 
 
@@ -216,11 +225,11 @@ def _cast_claims() -> Iterable[Claim]:
 
 
 def _kernel(layout: str, case: Any) -> Callable[..., Any]:
-    name = GEMMS[layout][case.variant == "bf16"]
-    kernel: Callable[..., Any] | None = getattr(LIBRARY, name, None)
-    if kernel is None or case.variant not in ("deepseek_fp8", "bf16"):
+    names = GEMMS[layout][case.variant == "bf16"] if case.variant in ("deepseek_fp8", "bf16") else ()
+    kernels: list[Callable[..., Any]] = [getattr(LIBRARY, name) for name in names if hasattr(LIBRARY, name)]
+    if not kernels:
         raise Unsupported(f"no {case.operation} {case.variant}")
-    return kernel
+    return kernels[0]
 
 
 def _gemm(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
@@ -293,13 +302,18 @@ def _scale_layout(case: Any, scales: Tensor) -> Call:
         library.get_mn_major_tma_aligned_packed_ue8m0_tensor if packed else library.get_mn_major_tma_aligned_tensor
     )
 
+    # What is packed are exponent fields, and the kernel traps where anything but a sign and an exponent is set.
+    floats = (scales.to(torch.int32) << 23).view(torch.float32) if packed else scales
+
     def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = convert(_fp32(scales))  # [rows, columns] by columns, rows padded in the strides
+        found = convert(floats)  # [rows, columns] by columns, rows padded in the strides, but for the last column
         rows, cols = case.integer("rows"), found.shape[1]
         aligned = -(-rows // 4) * 4
         if rows > 1 and (found.stride(0) != 1 or (cols > 1 and found.stride(1) != aligned)):
             raise RuntimeError(f"strides {found.stride()} of a shape {tuple(found.shape)} are not MN-major")
-        return {"scales": found.as_strided((cols, aligned), (aligned, 1))}
+        whole = found.new_zeros(cols, aligned)
+        whole[:, :rows] = found.t()
+        return {"scales": whole}
 
     return call
 

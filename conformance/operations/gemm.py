@@ -26,7 +26,9 @@ JUDGED_PRODUCTS = 2**33
 JUDGED_ELEMENTS = 2**23
 """Most elements of a sample of rows."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CHOICES = frozenset({"accumulator", "promotion", "scale_combination", "split_k", "out_rounding", "subnormals"})
+CHOICES = frozenset(
+    {"accumulator", "promotion", "scale_combination", "split_k", "k_parts", "out_rounding", "subnormals"}
+)
 
 
 def open_choices(variant: str) -> frozenset[str]:
@@ -71,7 +73,7 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
         if problem is not None:
             return [problem]
         actual = actual[rows.to(actual.device)]
-    found = admissible_gemm(a, b, recipe, dtype)
+    found = admissible_gemm(a, b, recipe, dtype, actual)
     verdict = output_verdict(actual, found, fp32_reference(a, b, dtype), dtype, numbers=rows)
     return [verdict, *tensor_verdict(case, actual, found, dtype)]
 
@@ -164,6 +166,7 @@ def output_verdict(
     counted = equal[found.modelled] if bool(found.modelled.any()) else equal[~skipped]
     worst = divmod(int(headroom.nan_to_num(nan=math.inf).argmax()), headroom.shape[1])
     note = compared(wide[~skipped], rival[~skipped], interval.centre[~skipped])
+    note += f"; K in {found.parts} parts" if found.parts > 1 else ""
     note += "" if numbers is None else f"; {len(numbers)} rows judged, the others finite"
     return replace(
         verdict,
