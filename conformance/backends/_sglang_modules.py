@@ -8,6 +8,7 @@ own that stands for it is named below (its JIT alignment of experts, its Triton 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -52,7 +53,9 @@ REAL = (
 
 @cache
 def library() -> Library:
-    """SGLang. Raises ImportError where there is none."""
+    """SGLang. Raises ImportError where there is none, or not the one library that these modules need."""
+    if importlib.util.find_spec("msgspec") is None:
+        raise ImportError("SGLang's kernels need msgspec, which is not installed")
     return Library("sglang", "sglang", "CONFORMANCE_SGLANG", REAL, _given())
 
 
