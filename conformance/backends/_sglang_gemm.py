@@ -7,7 +7,10 @@ The default tiles are 64 x 128 x 128, which Triton compiles to ``wgmma`` on SM90
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,6 +21,15 @@ from references.recipes import Recipe
 
 SOURCE = "sglang/kernels/ops/gemm/fp8_kernel.py: w8a8_block_fp8_matmul_triton"
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TACTICS = {
+    "64x32": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_stages": 4},
+    "64x64": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16, "num_stages": 4},
+    "64x128": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 64, "num_stages": 3},
+}
+"""Tiles of the tuned configurations that SGLang and vLLM ship for an H200, of those that run on ``wgmma`` a block of K
+at a time: the answer must be the same to the last bit. (Few have 16 rows, which run on ``mma.sync``.)"""
+CONFIGURATIONS = "get_w8a8_block_fp8_configs"
+SWEPT = {"stream": ("side",), "graph": ("replay",), "tactic": tuple(TACTICS)}
 FP32_ACCUMULATORS = (10,)
 """Major compute capabilities on which FP8 tensor cores add in FP32."""
 
@@ -28,7 +40,7 @@ def claims(major: int) -> Iterable[Claim]:
     """``deepseek_fp8`` where the accumulator is known. major: of the compute capability."""
     if major != 9 and major not in FP32_ACCUMULATORS:
         return []
-    return [Claim(operation="gemm", variant="deepseek_fp8", source=SOURCE)]
+    return [Claim(operation="gemm", variant="deepseek_fp8", source=SOURCE, options=SWEPT)]
 
 
 def recipe(claim: Claim, major: int) -> Recipe:
@@ -38,7 +50,7 @@ def recipe(claim: Claim, major: int) -> Recipe:
     return Recipe(source=claim.source, accumulator="hopper_fp8", scale_combination="fma_dot_sa_sb")
 
 
-def prepare(case: Any, inputs: Mapping[str, Tensor]) -> Call:
+def prepare(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
     """The library's call; UE8M0 scales become the FP32 numbers that it takes. Raises `Unsupported`."""
     if case.variant != "deepseek_fp8":
         raise Unsupported(f"no {case.operation} {case.variant}")
@@ -46,7 +58,20 @@ def prepare(case: Any, inputs: Mapping[str, Tensor]) -> Call:
     a, b = (inputs[name].view(torch.float8_e4m3fn) for name in "ab")
     a_scales, b_scales = activation_scales(case, inputs["a_scales"]), fp32_scales(inputs["b_scales"])
     out = OUTPUTS[case["out"]]
-    return lambda buffers: {"output": multiply(a, b, a_scales, b_scales, [128, 128], output_dtype=out)}
+
+    def call(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with tiles(library().load(GEMM), options.get("tactic")):
+            return {"output": multiply(a, b, a_scales, b_scales, [128, 128], output_dtype=out)}
+
+    return call
+
+
+def tiles(module: ModuleType, tactic: str | None) -> AbstractContextManager[Any]:
+    """Within it the library finds the tactic as its tuned configuration; None leaves it alone."""
+    if tactic is None:
+        return nullcontext()
+    config = {**TACTICS[tactic], "num_warps": 4}
+    return patch.object(module, CONFIGURATIONS, lambda *_: {1: config})
 
 
 def activation_scales(case: Any, stored: Tensor) -> Tensor:

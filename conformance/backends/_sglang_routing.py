@@ -37,7 +37,13 @@ Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 def claims() -> Iterable[Claim]:
     """Five methods, packed or with FP32 weights."""
     return [
-        Claim(operation="routing", variant=method, source=SOURCE, where={"out": ("fp32", "packed")})
+        Claim(
+            operation="routing",
+            variant=method,
+            source=SOURCE,
+            where={"out": ("fp32", "packed")},
+            options={"stream": ("side",)},
+        )
         for method in SCORES
     ]
 

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from conformance.backends._sglang_gemm import activation_scales, fp32_scales, grouped_scales
+from conformance.backends._sglang_gemm import SWEPT, activation_scales, fp32_scales, grouped_scales, tiles
 from conformance.backends._vllm_modules import FUSED_MOE, QUANT, library
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
@@ -33,8 +33,8 @@ def claims(major: int) -> Iterable[Claim]:
     if major not in (9, 10):
         return []
     return [
-        Claim(operation="gemm", variant="deepseek_fp8", source=DENSE),
-        Claim(operation="grouped_gemm", variant="deepseek_fp8", source=EXPERTS),
+        Claim(operation="gemm", variant="deepseek_fp8", source=DENSE, options=SWEPT),
+        Claim(operation="grouped_gemm", variant="deepseek_fp8", source=EXPERTS, options={"stream": ("side",)}),
     ]
 
 
@@ -45,21 +45,26 @@ def recipe(claim: Claim, major: int) -> Recipe:
     return Recipe(source=claim.source, accumulator="hopper_fp8", scale_combination="fma_dot_sa_sb")
 
 
-def prepare(case: Any, inputs: Mapping[str, Tensor]) -> Call:
+def prepare(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
     """The library's call. Raises `Unsupported`."""
     if case.variant != "deepseek_fp8":
         raise Unsupported(f"no {case.operation} {case.variant}")
-    return _grouped(case, inputs) if case.operation == "grouped_gemm" else _dense(case, inputs)
+    return _grouped(case, inputs) if case.operation == "grouped_gemm" else _dense(case, inputs, options)
 
 
-def _dense(case: Any, inputs: Mapping[str, Tensor]) -> Call:
+def _dense(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
     multiply = library().function("w8a8_triton_block_scaled_mm", QUANT)
     a, b = (inputs[name].view(torch.float8_e4m3fn) for name in "ab")
     a_scales, b_scales = activation_scales(case, inputs["a_scales"]), inputs["b_scales"]
     if b_scales.dtype == torch.uint8:
         b_scales = b_scales.view(torch.float8_e8m0fnu)  # vLLM decodes UE8M0 itself
     dtype = OUTPUTS[case["out"]][0]
-    return lambda out: {"output": multiply(a, b, a_scales, b_scales, BLOCK, output_dtype=dtype)}
+
+    def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with tiles(library().load(QUANT), options.get("tactic")):
+            return {"output": multiply(a, b, a_scales, b_scales, BLOCK, output_dtype=dtype)}
+
+    return call
 
 
 def _grouped(case: Any, inputs: Mapping[str, Tensor]) -> Call:

@@ -72,7 +72,7 @@ class SGLang:
             case "requantize", quant.TRITON if case.variant == "deepseek_fp8":
                 return quant.requantise(inputs)
             case "gemm", quant.TRITON:
-                return gemm.prepare(case, inputs)
+                return gemm.prepare(case, inputs, options)
             case "routing", quant.TRITON:
                 return routing.prepare(case, inputs)
             case "moe" | "grouped_gemm", quant.TRITON:

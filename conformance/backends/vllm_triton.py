@@ -55,7 +55,7 @@ class VLLM:
         """The library's call, bound to its inputs."""
         match case.operation:
             case "gemm" | "grouped_gemm":
-                return gemm.prepare(case, inputs)
+                return gemm.prepare(case, inputs, options)
             case "routing":
                 return routing.prepare(case, inputs)
             case "quantize" | "requantize":

@@ -162,3 +162,13 @@ def test_groups_of_masked_rows() -> None:
     expected = [0, -1, -1, -1, 2, 2]
     assert group_of_rows(Case.parse(text), inputs).tolist() == expected
     assert sglang_moe.group_of_rows(Case.parse(text), inputs).flatten().tolist() == expected
+
+
+def test_a_tactic_is_found_as_a_tuned_configuration_and_no_longer_than_that() -> None:
+    module = type(sys)("kernels")
+    module.get_w8a8_block_fp8_configs = lambda n, k, block_n, block_k: None  # type: ignore[attr-defined]
+    with sglang_gemm.tiles(module, "64x32"):
+        (config,) = module.get_w8a8_block_fp8_configs(1, 2, 128, 128).values()
+        assert (config["BLOCK_SIZE_M"], config["BLOCK_SIZE_N"], config["BLOCK_SIZE_K"]) == (64, 32, 128)
+    with sglang_gemm.tiles(module, None):
+        assert module.get_w8a8_block_fp8_configs(1, 2, 128, 128) is None
