@@ -28,6 +28,8 @@ TANH_ERROR = 2.0**-11
 ROUTED_SMS = (89, 90, 100, 103, 107, 120, 121)
 UNWRITTEN = 0x5A5A
 """What the record of a router holds before the call: no expert's id."""
+LARGEST_N = 32768
+"""Widest weight matrix that is tried: the library states no limit, and the oracle's memory grows with it."""
 KERNEL_SWEEP: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",)}
 DTYPES: Mapping[str, tuple[str, ...]] = {"fp32": ("fp32", "bf16"), "bf16": ("bf16", "fp32"), "fp16": ("fp32", "bf16")}
 """Logits' dtype -> dtypes of the bias that the kernel is instantiated for (``csrc/fused_moe/noAuxTcKernels.cu``)."""
@@ -114,8 +116,9 @@ def _cuda_claims(sm: int, replay: bool) -> Iterator[Claim]:
             source=GEMM,
             where={"out": ("bf16",), "layout": ("mn_major",), "scale": ("fp32",)},
             multiples={"k": 128, "n": 64},
+            maxima={"n": LARGEST_N},
             options={"stream": ("side",)},
-            enforced=("k", "n"),
+            enforced=("k",),
         )
     if modules.ready("mxfp8_quantization_sm100"):
         # The documentation names no architecture for backend="cuda".
@@ -157,21 +160,26 @@ def _routing_claims() -> Iterator[Claim]:
             "shared": ("0",),
             "stride": ("contiguous",),
         }
-        bounds = [("1", 1, 384)]
-        for groups in (2, 3, 4, 8, 16, 32):
-            for kept in sorted({min(groups, kept) for kept in (4, 8, 32)}):
-                experts = min(256, 32 * groups, 128 * groups // kept)
-                bounds.append((str(groups), kept, experts))
-        for count, kept, experts in bounds:
-            yield Claim(
-                operation="routing",
-                variant="DeepSeekV3",
-                source=ROUTING,
-                where={**where, "groups": (count,)},
-                maxima={"experts": experts, "topk": 8, "topk_group": kept},
-                options={**KERNEL_SWEEP, "pdl": ("off",)},
-                enforced=("topk",),
-            )
+        for groups in (1, 2, 3, 4, 8, 16, 32):
+            for (experts, topk), kept in _routing_limits(groups).items():
+                yield Claim(
+                    operation="routing",
+                    variant="DeepSeekV3",
+                    source=ROUTING,
+                    where={**where, "groups": (str(groups),), "topk_group": tuple(map(str, kept))},
+                    maxima={"experts": experts, "topk": topk},
+                    options={**KERNEL_SWEEP, "pdl": ("off",)},
+                    enforced=("topk",),
+                )
+
+
+def _routing_limits(groups: int) -> dict[tuple[int, int], list[int]]:
+    """(most experts, largest topk) -> topk_groups; FlashInfer refuses a topk above groups * topk_group."""
+    limits: dict[tuple[int, int], list[int]] = {}
+    for kept in {*range(1, min(groups, 8) + 1), groups}:
+        experts = 384 if groups == 1 else min(256, 32 * groups, 128 * groups // kept)
+        limits.setdefault((experts, min(8, groups * kept)), []).append(kept)
+    return limits
 
 
 def _host_claims() -> Iterator[Claim]:

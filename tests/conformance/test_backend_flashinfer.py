@@ -36,7 +36,11 @@ def covered(claims, case: Case) -> bool:
     [
         ({}, True),
         ({"experts": 256, "topk": 8}, True),  # DeepSeek-V3
-        ({"experts": 384, "groups": 1, "topk_group": 1}, True),  # Kimi K2
+        ({"experts": 384, "groups": 1, "topk_group": 1, "topk": 1}, True),
+        (
+            {"experts": 384, "groups": 1, "topk_group": 1, "topk": 2},
+            False,
+        ),  # topk_group * n_group >= topk is documented
         ({"experts": 64, "topk_group": 8}, True),  # 8 experts a group, 64 in the kept ones
         ({"experts": 256, "topk_group": 8}, False),  # 256 experts in the kept groups, 128 are documented
         ({"experts": 512, "groups": 8}, False),  # 64 experts a group
