@@ -105,6 +105,7 @@ def _platform() -> dict[str, Callable[..., Any]]:
         **no,
         "is_cuda": lambda: cuda,
         "is_cpu": lambda: not cuda,
+        "get_device_capability": lambda *_: capability,
         "is_sm90_supported": lambda *_: capability[0] == 9,
         "ceil_align": lambda size, step: -(-size // step) * step,
         "ceil_div": lambda size, step: -(-size // step),
