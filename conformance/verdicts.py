@@ -224,6 +224,7 @@ def _measures(part: Mapping[str, Any]) -> dict[str, Any]:
         "worst_index": part.get("worst_index"),
         "bit_equal": part.get("bit_equal"),
         "error": None if error is None else float(error),
+        "fp32_error": part.get("fp32_error"),
         "output_sha256": part.get("output_sha256") or "",
         "selection": part.get("selection") or "",
         "stage_radii": {name: value for name, value in radii.items() if math.isfinite(value)},

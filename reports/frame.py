@@ -40,6 +40,7 @@ _TYPES = {
     "stage_radii": pa.map_(_TEXT, _FLOAT),
     "bit_equal": _FLOAT,
     "error": _FLOAT,
+    "fp32_error": _FLOAT,
     "output_sha256": _TEXT,
     "worst_index": pa.list_(pa.int64()),
     "seconds": _FLOAT,
@@ -98,7 +99,8 @@ def frame(records: Iterable[Record]) -> pd.DataFrame:
     """The records as a frame in the order of `order`; ``stage_radii`` are dicts, ``worst_index`` lists or None."""
     ordered = order(records)
     table = pd.DataFrame({name: list(map(attrgetter(name), ordered)) for name in COLUMNS}, columns=list(COLUMNS))
-    return table.astype({"headroom": "float64", "bit_equal": "float64", "error": "float64", "seconds": "float64"})
+    numbers = ("headroom", "bit_equal", "error", "fp32_error", "seconds")
+    return table.astype(dict.fromkeys(numbers, "float64"))
 
 
 def write_parquet(path: Path, ordered: Sequence[Record]) -> None:

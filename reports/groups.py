@@ -7,6 +7,7 @@ the calls of one operation and variant on one backend and device. All counts in 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,17 @@ class Group:
         """The mean over the judged parts of the share of elements that equal the nominal answer."""
         shares = [item.bit_equal for call in self.calls for item in call.parts if item.bit_equal is not None]
         return math.fsum(shares) / len(shares) if shares else None
+
+    @cached_property
+    def over_fp32(self) -> float | None:
+        """The median over the parts of the error over that of an FP32 reference, where both have one."""
+        found = [
+            item.error / item.fp32_error
+            for call in self.calls
+            for item in call.parts
+            if item.error is not None and item.fp32_error and math.isfinite(item.fp32_error)
+        ]
+        return statistics.median(found) if found else None
 
     @cached_property
     def seconds(self) -> float:

@@ -33,6 +33,7 @@ def _template() -> Template:
     environment.filters.update(
         count=text.count,
         headroom=text.headroom,
+        ratio=text.ratio,
         share=text.share,
         seconds=text.seconds,
         plural=text.plural,

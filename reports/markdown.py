@@ -83,7 +83,7 @@ def _results(summary: Summary) -> list[str]:
     if not rows:
         return ["## Results", "", "No case was executed.", ""]
     first = ("", "operation", "backend", "device", "cases", "pass", "known", "unexplained", "refused")
-    head = (*first, "worst headroom", "bits equal", "worst input", "claim", "recipe")
+    head = (*first, "worst headroom", "bits equal", "error / FP32's", "worst input", "claim", "recipe")
     cells = [
         (
             MARKS[row.status],
@@ -97,13 +97,14 @@ def _results(summary: Summary) -> list[str]:
             text.count(row.refused) if row.refused else "",
             text.headroom(row.headroom),
             text.share(row.bit_equal),
+            text.ratio(row.over_fp32),
             code(row.worst),
             plain(row.claim, 300),
             plain(row.recipe, 300),
         )
         for row in rows
     ]
-    return ["## Results", "", *table(head, cells, "llllrrrrrrr"), "", *(f"{note}  " for note in tables.NOTES), ""]
+    return ["## Results", "", *table(head, cells, "llllrrrrrrrr"), "", *(f"{note}  " for note in tables.NOTES), ""]
 
 
 def _failures(summary: Summary) -> list[str]:

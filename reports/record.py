@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 SCHEMA = 2
-ADDED = {"error": None, "output_sha256": "", "selection": ""}
+ADDED = {"error": None, "fp32_error": None, "output_sha256": "", "selection": ""}
 """Fields that records of schema 1 lack, with what they stand for there: not known."""
 
 PASSING = ("pass", "refused", "unsupported")
@@ -48,6 +48,7 @@ class Record:
     stage_radii: radius of the worst element by source. bit_equal: share of elements equal to the nominal answer.
     error: root mean square of |out - exact| over the elements, in units of the output, or in codes where it is
         made of codes; inf where an output that should be finite is not; None where the part has no distance.
+    fp32_error: the same of a reference in FP32 arithmetic, rounded to the output's dtype; None where there is none.
     output_sha256: hash of the answer in its canonical dtype; empty where none was judged or identical calls differ.
     selection: of a router's ids, 8 hex digits a token that tell sets of experts apart; empty elsewhere.
     worst_index: coordinates of the worst element. seconds: of the backend's call.
@@ -71,6 +72,7 @@ class Record:
     stage_radii: dict[str, float] = field(default_factory=dict)
     bit_equal: float | None = None
     error: float | None = None
+    fp32_error: float | None = None
     output_sha256: str = ""
     selection: str = ""
     worst_index: list[int] | None = None
@@ -96,7 +98,7 @@ class Record:
     def to_line(self) -> str:
         """One line of strict JSON without the newline; infinity is written as the string "inf"."""
         data = asdict(self)
-        for name in ("headroom", "error"):
+        for name in ("headroom", "error", "fp32_error"):
             if data[name] is not None and math.isinf(data[name]):
                 data[name] = "inf"
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -110,13 +112,13 @@ class Record:
             raise RecordError(f"record: not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("schema") not in (1, SCHEMA):
             raise RecordError(f"record: not an object of schema {SCHEMA}")
-        if data["schema"] == 1:
+        if data["schema"] == 1 or "fp32_error" not in data:
             data = {**ADDED, **data, "schema": SCHEMA}
         if set(data) != {item.name for item in fields(cls)}:
             raise RecordError("record: keys differ from the schema's")
         if data["verdict"] not in VERDICTS:
             raise RecordError(f"record: unknown verdict {data['verdict']!r}")
-        for name in ("headroom", "error"):
+        for name in ("headroom", "error", "fp32_error"):
             if data[name] == "inf":
                 data[name] = math.inf
         return cls(**data)

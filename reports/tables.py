@@ -37,6 +37,7 @@ class ResultRow:
     unclaimed: int
     headroom: float | None
     bit_equal: float | None
+    over_fp32: float | None
     seconds: float
     claim: str
     recipe: str
@@ -152,6 +153,7 @@ def _result(summary: Summary, group: Group) -> ResultRow:
         unclaimed=group.counts[UNSUPPORTED],
         headroom=group.headroom,
         bit_equal=group.bit_equal,
+        over_fp32=group.over_fp32,
         seconds=group.seconds,
         claim="; ".join(group.claims),
         recipe="; ".join(group.recipes),
@@ -355,4 +357,6 @@ NOTES = (
     "at most 1 is admissible, 0 is the centre itself, ∞ has no distance (a NaN, a code outside the set).",
     "Bits equal is the mean share of elements that equal the nominal answer bit for bit. It is not demanded unless the "
     "admissible set has one member.",
+    "Error / FP32's is the median of the root mean square error over that of a reference in FP32 arithmetic: about 1 "
+    "is as good as that precision gets, below 1 is better.",
 )

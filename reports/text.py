@@ -82,6 +82,13 @@ def share(value: float | None) -> str:
     return f"{math.floor(value * 10000) / 100:.2f} %"
 
 
+def ratio(value: float | None) -> str:
+    """Three digits; infinity where an error has no bound."""
+    if value is None:
+        return NONE
+    return "∞" if math.isinf(value) else f"{value:.3g}"
+
+
 def seconds(value: float) -> str:
     """``0.8 s``, ``75 s``, ``12 min 5 s``, ``2 h 3 min``."""
     if value < 10:

@@ -36,7 +36,7 @@ class PartVerdict:
 
     headroom: largest |out - centre| / radius; at most 1 exactly where the part passes, inf without a distance.
     examples: the first elements outside: ``index``, ``actual``, ``admissible`` (text with bits), ``input``.
-    error: root mean square of |out - exact|, see `Record.error`. output_sha256, selection: see `Record`.
+    error: root mean square of |out - exact|, see `Record.error`. fp32_error, output_sha256, selection: see `Record`.
     classes: classes of input that the elements outside come from (``zero``, ``subnormal``, ``nan``, ``normal``, ...),
         sorted; the message repeats them, so that a ledger entry can be as narrow as its cause.
     """
@@ -47,6 +47,7 @@ class PartVerdict:
     worst_index: list[int] | None = None
     bit_equal: float | None = None
     error: float | None = None
+    fp32_error: float | None = None
     output_sha256: str = ""
     selection: str = ""
     stage_radii: dict[str, float] = field(default_factory=dict)

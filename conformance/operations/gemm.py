@@ -171,6 +171,7 @@ def output_verdict(
     return replace(
         verdict,
         error=root_mean_square(distance(wide[~skipped], interval.centre[~skipped])),
+        fp32_error=root_mean_square(distance(rival[~skipped], interval.centre[~skipped])),
         bit_equal=float(counted.to(torch.float64).mean()) if counted.numel() else None,
         stage_radii={name: float(radius[worst]) for name, radius in found.radii.items()},
         message=f"{verdict.message}; {note}" if verdict.message else note,

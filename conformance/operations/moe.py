@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from conformance.operations.base import OutputSpec, PartVerdict
-from conformance.operations.judging import classify, distance, part_verdict, show_float
+from conformance.operations.judging import classify, distance, part_verdict, root_mean_square, show_float
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.judging import judge_interval
-from references.moe import AdmissibleMoe, admissible_moe, config_of, expert_operands
+from references.moe import AdmissibleMoe, admissible_moe, config_of, expert_operands, nominal_moe
 from references.moe.config import OUTPUTS, activation_scales
 from references.recipes import Recipe
+from references.rounding import round_to
 
 NAME = "moe"
 GEMMS = frozenset({"accumulator", "promotion", "split_k", "subnormals"})
@@ -60,6 +61,21 @@ def admissible(case: Case, inputs: Mapping[str, Tensor], recipe: Recipe) -> Admi
     )
 
 
+def nominal(case: Case, inputs: Mapping[str, Tensor], recipe: Recipe, precision: torch.dtype) -> Tensor:
+    """The layer without bounds, before the output's rounding, FP64."""
+    config = config_of(case)
+    return nominal_moe(
+        inputs["x"],
+        inputs["ids"],
+        inputs["weights"],
+        expert_operands(config, inputs),
+        config,
+        recipe.only(open_choices(case.variant)),
+        activation_scales(inputs),
+        precision=precision,
+    )
+
+
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
     """Membership of every output, with the radius of the worst by stage."""
     found, actual, dtype = admissible(case, inputs, recipe), outputs["output"], OUTPUTS[case["out"]]
@@ -88,8 +104,16 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     )
     worst = tuple(verdict.worst_index or (0, 0))
     radii = {name: float(radius[worst]) for name, radius in found.radii.items()}
+    rival = round_to(nominal(case, inputs, recipe, torch.float32), dtype)
     note = f"the radius at {list(worst)} comes from {shares(radii)}"
-    return [replace(verdict, stage_radii=radii, message=f"{verdict.message}; {note}" if verdict.message else note)]
+    return [
+        replace(
+            verdict,
+            stage_radii=radii,
+            fp32_error=root_mean_square(distance(rival, interval.centre)),
+            message=f"{verdict.message}; {note}" if verdict.message else note,
+        )
+    ]
 
 
 def shares(radii: Mapping[str, float]) -> str:

@@ -1,6 +1,7 @@
 """The judge of expert layers: what is legal passes, planted faults do not, and a verdict names the stage."""
 
 import pytest
+import torch
 
 from benchmarks.planted_moe_faults import FP32, LEGAL, Layer, draw, faults, judged, table
 from conformance.backends import _torch_moe as composite
@@ -73,6 +74,17 @@ def test_a_verdict_names_its_stages_and_the_largest():
     assert wrong.worst_index == [2, 5]
     assert wrong.message.startswith("1 of 330 elements outside")
     assert "experts" in wrong.examples[0]["input"]
+
+
+def test_errors_stand_beside_those_of_fp32_arithmetic():
+    case = make(out="fp32")
+    inputs = moe.inputs(case)
+    output = composite.moe(case, inputs)
+    verdict = judge(case, output, inputs=inputs)
+    assert 0.2 < verdict.error / verdict.fp32_error < 5
+    halved = judge(case, output.to(torch.bfloat16).float(), inputs=inputs)
+    assert halved.error / verdict.fp32_error > 100
+    assert halved.fp32_error == verdict.fp32_error
 
 
 def test_freedom_of_the_input_has_a_stage_of_its_own():

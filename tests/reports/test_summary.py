@@ -35,6 +35,19 @@ def test_a_group_has_its_verdicts_headroom_bits_and_time(records, run):
     assert group.recipes == ("amax_floor=1e-10",)
 
 
+def test_errors_are_compared_with_those_of_fp32(make, run):
+    case = "quantize mxfp8 v=1 block=1x32 dtype=bf16 k=32 m=1 scale=ceil stride=contiguous values=normal seed=0"
+    pairs = [(2.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.0), (None, 1.0), (1.0, None)]
+    records = [
+        make(case.replace("seed=0", f"seed={number}"), error=mine, fp32_error=theirs)
+        for number, (mine, theirs) in enumerate(pairs)
+    ]
+    (group,) = summarise(records, run).groups
+    assert group.over_fp32 == 2.0
+    (none,) = summarise(records[3:], run).groups
+    assert none.over_fp32 is None
+
+
 def test_failures_come_first_then_known_then_the_rest(records, run, make):
     known = make(backend="aardvark", verdict="wrong", ledger_id="L9")
     statuses = [group.status for group in summarise([*records, known], run).groups]
