@@ -85,6 +85,12 @@ def probe(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def compare(session: nox.Session) -> None:
+    """Two versions, revisions or backends on the same cases, before a merge: docs/compare.md."""
+    python(session, "-m", "conformance", "compare", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
 def power(session: nox.Session) -> None:
     """Detection power: mutants of historical bugs, searched for within a budget, beside the recorded score."""
     python(session, "-m", "conformance", "power", *session.posargs)

@@ -237,10 +237,67 @@ def probe(
 
 
 @app.command()
+def compare(
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="A backend, NAME==VERSION, PLUGIN.py@REV, an interpreter, a run.")
+    ],
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="The same; what is to be merged.")],
+    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Compare this backend only.")] = None,
+    operation: Annotated[list[str] | None, _many("--operation", "NAME", "Compare this operation only.")] = None,
+    variant: Annotated[list[str] | None, _many("--format", "NAME", "Compare this format only.")] = None,
+    device: Devices = None,
+    cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cases for each operation x variant.")] = None,
+    case: Annotated[list[str] | None, _many("--case", "TEXT", "Compare on this case.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare on the cases of a plan file.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers at a time; all CPUs if absent.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/compare"),
+    fail_on: Annotated[
+        str, typer.Option(metavar="regression|drift|never", help="What makes exit code 1.")
+    ] = "regression",
+    environments: Annotated[Path, typer.Option(metavar="DIR", help="Where packages are installed.")] = Path(
+        "out/environments"
+    ),
+    no_deps: Annotated[bool, typer.Option("--no-deps", help="Install packages without what they ask for.")] = False,
+    no_gates: Annotated[bool, typer.Option("--no-gates", help="Do not compare architecture gates.")] = False,
+    plugin: Plugins = None,
+    ledger: LedgerFile = ledgers.DEFAULT,
+    deadline: Deadline = DEADLINE,
+    memory_limit: Memory = MEMORY_LIMIT,
+) -> int:
+    """Compare two versions, revisions or backends on the same cases, and say whether to merge."""
+    from conformance import compare as comparing
+    from conformance import sides
+
+    settings = comparing.Settings(
+        base=base,
+        head=head,
+        options=sides.Options(
+            backends=tuple(backend or ()),
+            devices=tuple(device or ()),
+            plugins=tuple(plugin or ()),
+            environments=environments,
+            dependencies=not no_deps,
+        ),
+        operations=tuple(operation or ()),
+        formats=tuple(variant or ()),
+        cases=cases,
+        texts=tuple(case or ()),
+        plan=plan,
+        seed=seed,
+        out=out,
+        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        gates=not no_gates,
+        fail_on=fail_on,
+        limits=Limits(jobs=jobs or _cpus(), deadline=_parsed("--deadline", units.seconds, deadline)),
+        command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
+    )
+    return comparing.compare(settings, ledgers.load(ledger), Console())
+
+
+@app.command()
 def gating(
-    library: Annotated[
-        list[str] | None, _many("--library", "NAME", "flashinfer, sglang, torch, triton, backends.")
-    ] = None,
+    library: Annotated[list[str] | None, _many("--library", "NAME", "flashinfer, sglang, vllm, torch, ...")] = None,
     subject: Annotated[list[str] | None, _many("--subject", "TEXT", "Part of a runner, function or kernel.")] = None,
     sm: Annotated[list[str] | None, _many("--sm", "NUMBER", "This architecture only, such as 90.")] = None,
     expected: Annotated[Path | None, typer.Option(metavar="FILE", help="Published claims.")] = None,

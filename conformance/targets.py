@@ -49,12 +49,21 @@ class Survey:
 class Fleet:
     """Starts the workers of a run and ends those that are left when it is closed.
 
-    plugins: files or modules. log_dir: of the workers. memory_limit: bytes for one worker.
+    plugins: files or modules. log_dir: of the workers. memory_limit: bytes for one worker. python: the interpreter of
+    every backend, whatever is configured. alone: the only source of backends.
     """
 
-    def __init__(self, plugins: Sequence[str], log_dir: Path | None, memory_limit: int | None) -> None:
-        self._pythons = discover.environments()
-        self._sources = discover.sources(plugins, self._pythons)
+    def __init__(
+        self,
+        plugins: Sequence[str],
+        log_dir: Path | None,
+        memory_limit: int | None,
+        *,
+        python: str | None = None,
+        alone: BackendSource | None = None,
+    ) -> None:
+        self._python, self._pythons = python, discover.environments()
+        self._sources = [alone] if alone else discover.sources(plugins, self._pythons)
         self._log_dir, self._memory_limit = log_dir, memory_limit
         self._workers: list[Worker] = []
         self._mutex = Lock()
@@ -62,7 +71,7 @@ class Fleet:
 
     def worker(self, source: BackendSource | None, device: str = "cpu") -> Worker:
         """A new worker of a source, of the oracle if None."""
-        python = discover.python_for(source, self._pythons) if source else None
+        python = (self._python or discover.python_for(source, self._pythons)) if source else None
         worker = Worker(source, device, python=python, log_dir=self._log_dir, memory_limit=self._memory_limit)
         with self._mutex:
             self._workers.append(worker)
