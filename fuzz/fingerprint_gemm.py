@@ -29,7 +29,7 @@ from references.elements import Element, encode
 from references.gemm_formats import Side, sides
 from references.packing import pack_fp4
 
-EXPONENTS = {"e4m3": (7, -6), "e2m1": (2, 0), "bf16": (10, -20)}
+EXPONENTS = {"e4m3": (7, -6), "e2m1": (2, 0), "bf16": (10, -20), "f16": (10, -14)}
 """Largest and smallest exponent that an operand's experiments use, all of normal numbers."""
 BF16_B = (10, 0)
 LEAST_SPAN = 15
@@ -55,7 +55,7 @@ class GemmProbe:
     @cached_property
     def _range(self) -> tuple[int, int, int, int]:
         a, b = self.sides
-        return (*EXPONENTS[a.name], *(BF16_B if b.name == "bf16" else EXPONENTS[b.name]))
+        return (*EXPONENTS[a.name], *(BF16_B if b.name in ("bf16", "f16") else EXPONENTS[b.name]))
 
     @property
     def span(self) -> int:

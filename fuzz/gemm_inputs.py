@@ -24,6 +24,9 @@ CHUNK = 2**19
 STALE_SCALES = {"fp32": (0x7FC00000, 0x7F7FFFFF), "ue8m0": (0xFF, 0xFE), "e4m3": (0x7F, 0x7E)}
 """Bits of a NaN and of the largest number."""
 
+PLAIN = {"bf16": ("bf16", torch.bfloat16, 0x7FC0, 0x7F7F), "f16": ("fp16", torch.float16, 0x7E00, 0x7BFF)}
+"""Formats without scales: their name in `FLOATS`, dtype, and the bits of a NaN and of the largest number."""
+
 _SIGNED: dict[int, Any] = {8: np.uint8, 16: np.int16, 32: np.int32}
 _UNSIGNED: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
@@ -105,13 +108,14 @@ def operand_inputs(
         seed=case.seed,
         rows=rows,
         cols=k,
-        float_=FLOATS["fp32" if side.element else "bf16"],
+        float_=FLOATS["fp32" if side.element else PLAIN[side.name][0]],
         element=element,
     )
     if side.element is None:
-        numbers = fill(matrix, lambda site: to_bits(profile(site), FLOATS["bf16"]), 16)
-        _spoil(numbers, valid, case.seed, 0x7FC0, 0x7F7F)
-        return {name: numbers.view(torch.bfloat16)}
+        _, dtype, nan, largest = PLAIN[side.name]
+        numbers = fill(matrix, lambda site: to_bits(profile(site), matrix.float_), 16)
+        _spoil(numbers, valid, case.seed, nan, largest)
+        return {name: numbers.view(dtype)}
     codes = fill(matrix, lambda site: to_codes(profile(site), element), 8)
     _spoil(codes, valid, case.seed, 0x7F if element.nans else element.top, element.top)
     if side.element.bits == 4:

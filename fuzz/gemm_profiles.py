@@ -1,8 +1,8 @@
 """Value profiles of GEMM operands: (site of a matrix) -> numbers, and (site of its scale grid) -> exponents.
 
 Numbers are on the scale of the payload's format and are rounded to it afterwards; each profile is aimed at a kind of
-fault, named in its first line. The matrix's name tells the operands apart: ``a`` and ``b``. BF16 operands have no
-scales, so their numbers stay near 1. No profile makes a NaN, and no order of the arithmetic overflows FP32.
+fault, named in its first line. The matrix's name tells the operands apart: ``a`` and ``b``. BF16 and FP16 operands
+have no scales, so their numbers stay near 1. No profile makes a NaN, and no order of the arithmetic overflows FP32.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ FP32 = FLOATS["fp32"]
 E4M3 = ELEMENTS["e4m3"]
 
 
-def is_bf16(site: Site) -> bool:
-    """Whether the operand consists of BF16 numbers instead of codes."""
-    return site.matrix.float_.name == "bf16"
+def is_plain(site: Site) -> bool:
+    """Whether the operand consists of BF16 or FP16 numbers instead of codes."""
+    return site.matrix.float_.name != "fp32"
+
+
+def is_fp16(site: Site) -> bool:
+    """Whether these are FP16."""
+    return site.matrix.float_.name == "fp16"
 
 
 def to_codes(numbers: Reals, element: Element) -> npt.NDArray[np.uint8]:
@@ -46,7 +51,7 @@ def to_codes(numbers: Reals, element: Element) -> npt.NDArray[np.uint8]:
 
 
 def _reach(site: Site) -> float:
-    return 4.0 if is_bf16(site) else site.matrix.element.qmax
+    return 4.0 if is_plain(site) else site.matrix.element.qmax
 
 
 def _normal(site: Site) -> Reals:
@@ -57,8 +62,10 @@ def _normal(site: Site) -> Reals:
 def _wide(site: Site) -> Reals:
     """Alignment of exponents: magnitudes over the format's whole range, equally likely in each binade."""
     words = site.words()
-    if is_bf16(site):
-        magnitude = (1.0 + unit(words)) * pow2(integer(site.words("exponent"), 33) - 16)
+    if is_plain(site):
+        magnitude = (1.0 + unit(words)) * pow2(
+            integer(site.words("exponent"), 25 if is_fp16(site) else 33) - (14 if is_fp16(site) else 16)
+        )
     else:
         magnitude = site.matrix.element.magnitudes[integer(words, site.matrix.element.top + 1)]
     return np.where(coin(words), -magnitude, magnitude)
@@ -66,7 +73,7 @@ def _wide(site: Site) -> Reals:
 
 def _codes(site: Site) -> Reals:
     """A wrong code table or nibble order: every finite code in a row, from the seed."""
-    if is_bf16(site):
+    if is_plain(site):
         step = (site.index + site.matrix.seed) % 4096
         magnitude = (1.0 + (step % 128) / 128.0) * pow2(step // 128 % 16 - 8)
         return np.where(step >= 2048, -magnitude, magnitude)
@@ -120,8 +127,8 @@ def _zeros(site: Site) -> Reals:
 def _subnormal(site: Site) -> Reals:
     """Flushing: subnormal codes, and outputs among FP32's subnormal numbers."""
     words = site.words()
-    if is_bf16(site):
-        return normal(words) * 2.0**-68
+    if is_plain(site):
+        return normal(words) * (2.0**-15 if is_fp16(site) else 2.0**-68)
     element = site.matrix.element
     magnitude = element.magnitudes[integer(words, 2 ** (element.mantissa_bits + 1))]
     return np.where(coin(words), -magnitude, magnitude)

@@ -126,7 +126,7 @@ GEMM_VALUES = (
 )
 END_SCALES = {"mxfp8": ("end_scales",)}
 """Formats whose codes are fine enough for scales of 2^-127 and 2^127 without an overflow in any order."""
-GEMM_FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16")
+GEMM_FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16", "fp16")
 GEMM_SCALES = {
     "deepseek_fp8": ("fp32", "ue8m0"),
     "mxfp8": ("ue8m0",),
@@ -135,11 +135,12 @@ GEMM_SCALES = {
     "nvfp4": ("e4m3",),
     "fp8_per_tensor": ("fp32",),
     "bf16": ("none",),
+    "fp16": ("none",),
 }
 GEMM_LAYOUTS = {
     "deepseek_fp8": ("plain", "mn_major"),
     **dict.fromkeys(("mxfp8", "w4a8", "w4a16", "nvfp4"), ("plain", "interleave_128x4")),
-    **dict.fromkeys(("fp8_per_tensor", "bf16"), ("plain",)),
+    **dict.fromkeys(("fp8_per_tensor", "bf16", "fp16"), ("plain",)),
 }
 """Stored order of the scales: ``mn_major`` is DeepGEMM's for the activation, packed to int32 where scales are UE8M0."""
 GEMM_OUT = ("bf16", "fp32")

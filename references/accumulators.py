@@ -24,9 +24,10 @@ R <= c / (1 - c) Q. What remains is c for each accumulator over n products:
   c = (split_k - 1) 2^-9.
 - ``hopper_fp8``: see `references.hopper`.
 
-**Subnormal operands.** FP8 units take a subnormal operand with its format's smallest normal exponent, so the largest
-exponent may exceed the largest product's. ``fp32_any`` therefore counts magnitudes with |code| raised to the smallest
-normal number (sum: S^); the largest exponent then belongs to a magnitude of at most Q + (S^ - S).
+**Subnormal operands.** FP8 and F16 units take a subnormal operand with its format's smallest normal exponent, so the
+largest exponent may exceed the largest product's. ``fp32_any`` and ``hopper_f16`` therefore count magnitudes with
+|code| raised to the smallest normal number (sum: S^); the largest exponent then belongs to a magnitude of at most Q +
+(S^ - S).
 
 **Scales.** A product meets at most three roundings on the way (dequantise both operands, multiply; or sA * sB and times
 the dot product), five with two-level scales, none where scales are powers of two: factors (1 + d)^r with |d| <= 2^-24,
@@ -77,6 +78,8 @@ F16_PRODUCTS = 16
 SLACK = 1 + 2.0**-40
 """Covers the roundings of FP64 in the evaluation of a bound: far fewer than 2^12 operations, each within 2^-53."""
 
+UNNORMALISED = ("fp32_any", "hopper_f16")
+"""Accumulators that may meet operands' exponents below which nothing is normalised."""
 BITS = {"fp32_any": 24, "fp32_rn": 24, "fp64": 53, "hopper_f16": 24, "f16_upcast": 24, "bf16_split_k": 8}
 """Significant bits that every partial sum keeps."""
 
@@ -158,7 +161,7 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
     unit = U64 if kind == "fp64" else U32
     scaling = facts.size * gamma(scale_roundings(a, b), unit)
     inner = (facts.size + facts.exact.abs() + facts.error) * 0.5 + scaling
-    if kind == "fp32_any":
+    if kind in UNNORMALISED:
         inner = inner + (facts.clamped - facts.size).clamp(min=0.0)
     accumulation = inner * gamma(_coefficient(recipe, n, min(a.width, b.width)), 1.0)
     if kind == "bf16_split_k":
@@ -167,7 +170,7 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
         accumulation = accumulation + converted + added
     if scale_roundings(a, b) == 0 and kind in FINE_FACTOR:
         accumulation = torch.minimum(accumulation, _fine(facts, a, b, inner + accumulation, kind))
-    held = on_lattice(facts.clamped if kind == "fp32_any" else facts.size, facts.unit, BITS[kind])
+    held = on_lattice(facts.clamped if kind in UNNORMALISED else facts.size, facts.unit, BITS[kind])
     tiny, safe = underflow(a, b, recipe, n)
     exact = held & safe
     return Radius(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,28 +30,31 @@ F64 = torch.float64
 class Side:
     """How one operand is stored.
 
-    element: of the payload, None for BF16 numbers. block: rows and columns that share a scale, None for the whole
-    matrix. scale: how scales are stored; None where there are none.
+    element: of the payload, None for numbers of the format ``plain``. block: rows and columns that share a scale, None
+    for the whole matrix. scale: how scales are stored; None where there are none.
     """
 
     element: Element | None
     block: Block
     scale: ScaleKind | None
+    plain: Literal["bf16", "f16"] = "bf16"
 
     @property
     def name(self) -> str:
-        """The payload's format as ``references.tensor_cores`` names it: ``e4m3``, ``e2m1`` or ``bf16``."""
-        return "bf16" if self.element is None else self.element.name
+        """The payload's format as ``references.tensor_cores`` names it: ``e4m3``, ``e2m1``, ``bf16`` or ``f16``."""
+        return self.plain if self.element is None else self.element.name
 
     @property
     def scheme(self) -> Scheme:
         """The block scheme behind the scales; ValueError where there are none."""
         if self.element is None or self.scale is None:
-            raise ValueError("gemm: a BF16 operand has no scheme")
+            raise ValueError(f"gemm: a {self.name} operand has no scheme")
         return Scheme("nvfp4" if self.scale == "e4m3" else "block", self.element, self.block, self.scale)
 
 
 _BF16 = Side(None, None, None)
+_F16 = Side(None, None, None, "f16")
+LEAST_NORMAL_F16 = 2.0**-14
 
 
 def sides(format: str, scale: str) -> tuple[Side, Side]:  # noqa: A002 - the word of the grammar
@@ -71,6 +75,8 @@ def sides(format: str, scale: str) -> tuple[Side, Side]:  # noqa: A002 - the wor
             return Side(E4M3FN, None, "fp32"), Side(E4M3FN, None, "fp32")
         case "bf16":
             return _BF16, _BF16
+        case "fp16":
+            return _F16, _F16
     raise ValueError(f"gemm: unknown format {format!r}")
 
 
@@ -121,8 +127,11 @@ class Operand:
 
     @cached_property
     def raised(self) -> Tensor | None:
-        """Magnitudes with subnormal FP8 codes raised to the smallest normal number, exact; None without any."""
+        """Magnitudes with subnormal FP8 and F16 numbers raised to the smallest normal one, exact; None without any."""
         element = self.side.element
+        if self.side.name == "f16":
+            small = (self.size < LEAST_NORMAL_F16) & (self.size > 0)
+            return torch.where(small, LEAST_NORMAL_F16, self.size) if bool(small.any()) else None
         if element is None or element.bits != 8:
             return None
         if self.raw is not None:
@@ -186,8 +195,8 @@ class Operand:
 def operand(numbers: Tensor, scales: Tensor | None, side: Side, global_scale: Tensor | None = None) -> Operand:
     """Decode an operand.
 
-    numbers: uint8 codes ``[rows, k]`` (packed ``[rows, k/2]`` for E2M1) or BF16 ``[rows, k]``. scales: the plain grid
-    in its stored dtype. global_scale: float32 ``[1]``, for two-level scales.
+    numbers: uint8 codes ``[rows, k]`` (packed ``[rows, k/2]`` for E2M1), BF16 or F16 ``[rows, k]``. scales: the plain
+    grid in its stored dtype. global_scale: float32 ``[1]``, for two-level scales.
     """
     if side.element is None:
         values = numbers.to(F64)

@@ -35,7 +35,12 @@ def has_model(a: Operand, b: Operand, recipe: Recipe) -> bool:
     if recipe.subnormals != "keep" or recipe.out_rounding != "nearest":
         return False
     if recipe.accumulator == "hopper_f16":
-        return names == {"bf16"} and a.side.scale is None and b.side.scale is None and recipe.promotion == "none"
+        return (
+            names in ({"bf16"}, {"f16"})
+            and a.side.scale is None
+            and b.side.scale is None
+            and recipe.promotion == "none"
+        )
     scaled = {a.side.scale, b.side.scale} <= {"fp32", "ue8m0"} and recipe.scale_combination != "any"
     return recipe.accumulator in ("hopper_fp8", "f16_upcast") and names == {"e4m3"} and scaled
 
@@ -65,7 +70,7 @@ def exact_rows(a: Operand, b: Operand, recipe: Recipe, spans: Sequence[slice] | 
     core, k = CORES[recipe.accumulator], a.codes.shape[1]
     spans = spans or [slice(0, k)]
     if a.side.scale is None:
-        return _added([tensor_core_dot(a.values[:, part], b.values[:, part], "bf16", core) for part in spans])
+        return _added([tensor_core_dot(a.values[:, part], b.values[:, part], a.side.name, core) for part in spans])
     name = "f16" if recipe.accumulator == "f16_upcast" else "e4m3"
     block = min(a.width, b.width)
     step = min(block, 128) if recipe.promotion == "every_128" else block

@@ -18,7 +18,7 @@ from references.backend import Claim
 from references.recipes import Recipe
 
 OPERATIONS = ("gemm", "grouped_gemm")
-FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16")
+FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16", "fp16")
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCKS = {"mxfp8": (1, 32), "w4a8": (1, 32), "w4a16": (1, 32), "nvfp4": (1, 16)}
 E2M1 = {"w4a8": "b", "w4a16": "b", "nvfp4": "ab"}
@@ -102,7 +102,7 @@ def full_precision() -> Iterator[None]:
 def dequantized(case: Any, inputs: Mapping[str, Tensor], name: str, rows: int) -> Tensor:
     """One operand in FP32 ``[rows, k]``."""
     codes, k = inputs[name], case.integer("k")
-    if codes.dtype == torch.bfloat16:
+    if codes.dtype.is_floating_point:
         return codes.float()
     if name in E2M1.get(case.variant, ""):
         table = torch.tensor(E2M1_VALUES, device=codes.device)

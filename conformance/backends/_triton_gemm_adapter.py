@@ -42,7 +42,7 @@ LARGEST_INTERPRETED = 256
 
 
 def claims(max_size: int | None, capability: tuple[int, int] | None) -> Iterable[Claim]:
-    """``deepseek_fp8`` and ``bf16``. capability: of the GPU, None for the interpreter."""
+    """``deepseek_fp8``, ``bf16`` and ``fp16``. capability: of the GPU, None for the interpreter."""
     if capability is not None and capability[0] not in KNOWN:
         return []
     side = LARGEST_INTERPRETED
@@ -51,6 +51,7 @@ def claims(max_size: int | None, capability: tuple[int, int] | None) -> Iterable
         ("deepseek_fp8", "fp8_gemm_kernel", {}),
         ("bf16", "bf16_gemm_kernel", {"values": NORMAL_VALUES}),
         ("bf16", "bf16_gemm_kernel", {"values": SUBNORMAL_VALUES}),
+        ("fp16", "bf16_gemm_kernel", {}),
     ]
     return [
         Claim(operation=operation, variant=variant, source=f"{SOURCE}: {kernel}", where=where, maxima=maxima)
@@ -66,7 +67,7 @@ def recipe(claim: Claim, capability: tuple[int, int] | None) -> Recipe:
         return Recipe(source=SOURCE)
     if claim.where.get("values") == SUBNORMAL_VALUES:
         return Recipe(source=SOURCE)
-    if claim.variant == "bf16":
+    if claim.variant in ("bf16", "fp16"):
         return Recipe(source=SOURCE, accumulator="hopper_f16", promotion="none")
     return Recipe(source=SOURCE, accumulator="hopper_fp8", scale_combination="fma_dot_sa_sb")
 
@@ -117,7 +118,7 @@ def launch(
     n, k = case.integer("n"), case.integer("k")
     grid = (triton.cdiv(most, TILE_M), triton.cdiv(n, TILE_N), counts.numel())
     a, b = inputs["a"].contiguous(), inputs["b"].contiguous()
-    if case.variant == "bf16":
+    if case.variant in ("bf16", "fp16"):
         kernels.bf16_gemm_kernel[grid](a, b, output, starts, counts, n, k, TILE_M=TILE_M, TILE_N=TILE_N, TILE_K=64)
         return
     scales = inputs["a_scales"]

@@ -1,4 +1,4 @@
-"""cuBLASLt through torch: block-scaled ``scaled_mm`` on SM90, and matrix products of BF16 operands.
+"""cuBLASLt through torch: block-scaled ``scaled_mm`` on SM90, and matrix products of BF16 and FP16 operands.
 
 ``cublaslt`` gives ``scaled_mm`` 1x128 scales of A and 128x128 scales of B; ``cublaslt_1x128`` gives it the same scales
 of B row by row. Small outputs of a long K are split over K by a heuristic that nobody documents; the parts are added
@@ -82,6 +82,17 @@ class CublasLt:
                 options=options,
             ),
             Claim(operation="gemm", variant="bf16", source=PLAIN_SOURCE, options=options),
+            *(
+                Claim(
+                    operation="gemm",
+                    variant="fp16",
+                    source=PLAIN_SOURCE,
+                    where={"out": ("fp32",)},
+                    multiples=multiples,
+                    options=options,
+                )
+                for multiples in ({"k": 8, "n": 8}, {})
+            ),
         ]
 
     def recipe(self, claim: Claim) -> Recipe:
@@ -99,9 +110,9 @@ class CublasLt:
 
     def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
         """Scales in the orders that cuBLASLt asks for."""
-        if case.operation != "gemm" or case.variant not in ("deepseek_fp8", "bf16"):
+        if case.operation != "gemm" or case.variant not in ("deepseek_fp8", "bf16", "fp16"):
             raise Unsupported(f"no {case.operation} {case.variant}")
-        if case.variant == "bf16":
+        if case.variant != "deepseek_fp8":
             return lambda: {"output": plain(inputs["a"], inputs["b"], OUTPUTS[case["out"]])}
         return lambda: {"output": scaled(case, inputs, rows=self._rows)}
 
@@ -123,14 +134,14 @@ def plain(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """No BF16 partial sums."""
+    """No BF16 or FP16 partial sums."""
     flags = torch.backends.cuda.matmul
-    before = flags.allow_bf16_reduced_precision_reduction
-    flags.allow_bf16_reduced_precision_reduction = False
+    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = flags.allow_fp16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        flags.allow_bf16_reduced_precision_reduction = before
+        flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = before
 
 
 def scaled(case: Any, inputs: Mapping[str, Tensor], *, rows: bool) -> Tensor:

@@ -83,6 +83,7 @@ def backends() -> Iterable[HopperModel]:
                     source=SOURCE, accumulator="hopper_fp8", scale_combination="fma_dot_sasb", promotion="none"
                 ),
                 "bf16": plain,
+                "fp16": plain,
             },
         ),
         HopperModel(

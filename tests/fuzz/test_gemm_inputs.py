@@ -145,6 +145,9 @@ def test_subnormal_outputs_are_subnormal():
     for variant in GEMM_FORMATS:
         a, b = gemm.operands(*[(case := make(variant, values="subnormal")), build(case)])
         exact = (a.values @ b.values.T).abs()
+        if variant == "fp16":  # no product of FP16 numbers is an FP32 subnormal; the operands are subnormal instead
+            assert float((a.size < 2.0**-14).double().mean()) > 0.5
+            continue
         assert float(exact.median()) < 2.0**-115
         assert float(exact.max()) >= 2.0**-149
 
