@@ -54,6 +54,8 @@ Plugins = Annotated[list[str] | None, _many("--plugin", "FILE|MODULE", "Load fur
 Memory = Annotated[str, typer.Option("--memory-limit", metavar="SIZE", help="Resident memory of a worker.")]
 Deadline = Annotated[str, typer.Option(metavar="DURATION", help="Longest time for one call.")]
 LedgerFile = Annotated[Path, typer.Option("--ledger", metavar="FILE", help="Known failures.")]
+Environments = Annotated[Path, typer.Option(metavar="DIR", help="Where releases are installed.")]
+NoDeps = Annotated[bool, typer.Option("--no-deps", help="Install releases without what they ask for.")]
 NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Take no failure as known.")]
 
 
@@ -183,10 +185,36 @@ def repro(
         Path | None, typer.Option(metavar="FILE", help="Write a script that needs torch and the library only.")
     ] = None,
     expect_sha256: Annotated[str, typer.Option(metavar="HASH", help="What the inputs must hash to.")] = "",
+    bisect: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="GOOD BAD", help="Name the first bad release between two, such as torchao==0.15.0 0.18.0."
+        ),
+    ] = None,
+    environments: Environments = Path("out/environments"),
+    no_deps: NoDeps = False,
     deadline: Deadline = DEADLINE,
     memory_limit: Memory = MEMORY_LIMIT,
 ) -> int:
     """Show one failure again, with the elements that differ; make it smaller, keep it, export it."""
+    if bisect is not None:
+        from conformance import bisecting
+
+        if not backend:
+            raise UsageError("--bisect needs --backend, and the case's text")
+        bounds = bisecting.Request(
+            case=subject,
+            backend=backend,
+            good=bisect[0],
+            bad=bisect[1],
+            device=device or "cpu",
+            plugins=tuple(plugin or ()),
+            folder=environments,
+            dependencies=not no_deps,
+            deadline=_parsed("--deadline", units.seconds, deadline),
+            memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        )
+        return bisecting.bisect(bounds, Console())
     from conformance import repro as repros
 
     request = repros.Request(
@@ -255,10 +283,8 @@ def compare(
     fail_on: Annotated[
         str, typer.Option(metavar="regression|drift|never", help="What makes exit code 1.")
     ] = "regression",
-    environments: Annotated[Path, typer.Option(metavar="DIR", help="Where packages are installed.")] = Path(
-        "out/environments"
-    ),
-    no_deps: Annotated[bool, typer.Option("--no-deps", help="Install packages without what they ask for.")] = False,
+    environments: Environments = Path("out/environments"),
+    no_deps: NoDeps = False,
     no_gates: Annotated[bool, typer.Option("--no-gates", help="Do not compare architecture gates.")] = False,
     plugin: Plugins = None,
     ledger: LedgerFile = ledgers.DEFAULT,

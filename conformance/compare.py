@@ -122,7 +122,9 @@ def _answered(
 def _open(side: Live, name: str, settings: Settings, stack: ExitStack) -> _Opened:
     out = OutDirectory(settings.out / name)
     stack.callback(out.close)
-    fleet = side.fleet(out.path / journal.LOGS, settings.memory_limit)
+    # One oracle pool serves both sides; it is the base's, where that is run.
+    judges = name == "base" or (Path(settings.base) / journal.RUN).exists()
+    fleet = side.fleet(out.path / journal.LOGS, settings.memory_limit, judges=judges)
     stack.callback(fleet.close)
     survey = fleet.survey(side.backends, side.devices, settings.limits.jobs)
     if not survey.found:

@@ -46,9 +46,9 @@ class Live:
     alone: BackendSource | None = None
     package: str = ""
 
-    def fleet(self, log_dir: Path | None, memory_limit: int | None) -> Fleet:
+    def fleet(self, log_dir: Path | None, memory_limit: int | None, *, judges: bool = True) -> Fleet:
         """The workers of this side."""
-        return Fleet(self.plugins, log_dir, memory_limit, python=self.python, alone=self.alone)
+        return Fleet(self.plugins, log_dir, memory_limit, python=self.python, alone=self.alone, judges=judges)
 
 
 Side = Finished | Live

@@ -50,7 +50,7 @@ class Fleet:
     """Starts the workers of a run and ends those that are left when it is closed.
 
     plugins: files or modules. log_dir: of the workers. memory_limit: bytes for one worker. python: the interpreter of
-    every backend, whatever is configured. alone: the only source of backends.
+    every backend, whatever is configured. alone: the only source of backends. judges: whether a survey tries an oracle.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class Fleet:
         *,
         python: str | None = None,
         alone: BackendSource | None = None,
+        judges: bool = True,
     ) -> None:
+        self._judges = judges
         self._python, self._pythons = python, discover.environments()
         self._sources = [alone] if alone else discover.sources(plugins, self._pythons)
         self._log_dir, self._memory_limit = log_dir, memory_limit
@@ -148,7 +150,7 @@ class Fleet:
 
     def _try_oracle(self) -> None:
         """Without a judge nothing can be said of any backend; and the first judgement need not wait for its start."""
-        if self._spare_oracles:
+        if self._spare_oracles or not self._judges:
             return
         oracle = self.worker(None)
         try:
