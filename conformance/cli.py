@@ -83,6 +83,10 @@ def run(
     sweep: Annotated[
         str, typer.Option(metavar="all|none|KEY=WORD,...", help="Call options to run some cases under again.")
     ] = "all",
+    corpus: Annotated[
+        str, typer.Option(metavar="DIR|none", help="Kept cases, replayed first; corpus beside --out if absent.")
+    ] = "",
+    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making failures smaller; 0s for none.")] = "60s",
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first unexplained failure.")] = False,
 ) -> int:
     """Run every operation against every backend at hand and write the reports."""
@@ -114,6 +118,8 @@ def run(
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
         resume=resume,
         reverse=order == "reversed",
+        corpus=None if corpus == "none" else Path(corpus) if corpus else out.parent / "corpus",
+        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
         sweep=sweep,
         shapes=shapes,
         limits=limits,

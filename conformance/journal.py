@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -22,7 +23,9 @@ from reports.record import Record, RecordError
 TOOL = "blockscale-conformance"
 RECORDS, RUN, LOGS, PLAN, LAUNCHED = "records.jsonl", "run.json", "logs", "plan.txt", "launched.jsonl"
 DERIVED = ("results.parquet", "results.csv", "report.md", "report.html", "junit.xml")
-OWN = (RECORDS, RUN, LOGS, PLAN, LAUNCHED, *DERIVED)
+FOLDERS = ("capsules", "sanitizer")
+"""Folders that a run fills and the next one removes."""
+OWN = (RECORDS, RUN, LOGS, PLAN, LAUNCHED, *DERIVED, *FOLDERS)
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp\Z")  # see reports.files
 _LOG = re.compile(r".+-([0-9]+)-[0-9]+\.log\Z")  # see process.Worker.log
 
@@ -125,7 +128,9 @@ class OutDirectory:
         write_run(self.path, run)
         kept = (RUN, LOGS, RECORDS, PLAN) if resume else (RUN, LOGS)
         for entry in list(self.path.iterdir()):
-            if _left_over(entry.name) or entry.name in set(OWN) - set(kept):
+            if entry.name in FOLDERS and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif _left_over(entry.name) or entry.name in set(OWN) - set(kept):
                 entry.unlink()
         for log in (self.path / LOGS).glob("*.log"):
             match = _LOG.match(log.name)

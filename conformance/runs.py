@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance import journal, planning, sanitizer, sweeps
+from conformance import corpus, failures, journal, planning, sanitizer, sweeps
 from conformance.discover import UsageError
 from conformance.engine import Engine, HarnessError, Limits, Oracles, RunResult, Target
 from conformance.journal import Journal, OutDirectory
@@ -26,6 +26,7 @@ from conformance.progress import Progress, progress_on
 from conformance.targets import Fleet, Survey
 from fuzz import plan as plans
 from fuzz.case import Case
+from references.backend import Claim
 from reports.record import Record, repro_line
 
 OK, FAILED, USAGE, HARNESS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -36,7 +37,11 @@ SHOWN_ALIKE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the command line asks for; see ``conformance.cli`` for the meaning of each option."""
+    """What the command line asks for; see ``conformance.cli`` for the meaning of each option.
+
+    corpus: a folder of kept cases beside those that ship; no case is replayed if None. shrink: seconds for making
+    failures smaller.
+    """
 
     backends: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
@@ -51,6 +56,8 @@ class Settings:
     memory_limit: int | None = None
     resume: bool = False
     reverse: bool = False
+    corpus: Path | None = None
+    shrink: float = 0.0
     sweep: str = sweeps.ALL
     shapes: str = "drawn"
     limits: Limits = field(default_factory=Limits)
@@ -103,7 +110,21 @@ def prepare(settings: Settings, asked: Asked, ledger: Ledger, fleet: Fleet) -> t
 def planned(settings: Settings, chosen: list[planning.Group], descriptions: list[Description]) -> list[Case]:
     """The plan where no cases are given: drawn, of real shapes, or both. Raises `UsageError`."""
     drawn = [] if settings.shapes == "real" else planning.draw(chosen, descriptions, settings.seed, settings.cases)
-    return [*drawn, *(planning.real(chosen, descriptions) if settings.shapes != "drawn" else ())]
+    real = planning.real(chosen, descriptions) if settings.shapes != "drawn" else ()
+    return list(dict.fromkeys((*_replayed(settings, chosen, descriptions), *drawn, *real)))
+
+
+def _replayed(settings: Settings, chosen: list[planning.Group], descriptions: list[Description]) -> list[Case]:
+    """The kept cases that some backend claims on a device of their kind."""
+    if settings.corpus is None:
+        return []
+    kinds = {description.device.partition(":")[0] for description in descriptions}
+    claims = [Claim.from_json(item.claim) for description in descriptions for item in description.claims]
+    return [
+        case
+        for case, devices in corpus.replayed(settings.corpus, chosen)
+        if kinds & set(devices) and any(claim.refusal(case) is None for claim in claims)
+    ]
 
 
 def _check_something_runs(plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> None:
@@ -168,7 +189,7 @@ class Run:
         finally:
             oracles.close()
             book.close()
-        return self._finish(book.records, result)
+        return self._finish(book.records, result, start_oracle)
 
     def _kept(self) -> list[Record]:
         out = self._out.path
@@ -202,11 +223,12 @@ class Run:
         for item in self._survey.absent:
             say(f"does not run: {item.backend}{' on ' * bool(item.device)}{item.device}: {item.reason}")
 
-    def _finish(self, records: list[Record], result: RunResult) -> int:
+    def _finish(self, records: list[Record], result: RunResult, start_oracle: Any) -> int:
         from reports.build import write_all
         from reports.summary import headline
 
         self._description = concluded(self._description, self._targets, records, result)
+        self._description["failures"] = self._keep(records, result, start_oracle)
         paths = write_all(self._out.path, records, self._description)
         for line in headline(records, self._description):
             self._say(line)
@@ -214,6 +236,8 @@ class Run:
             far = f"after {result.settled} of {result.planned} (case, backend) pairs"
             self._say(f"stopped ({result.stopped}) {far}; go on with --resume")
         for line in failure_lines(records, self._settings.plugins):
+            self._say(line)
+        for line in kept_lines(self._description["failures"]):
             self._say(line)
         for line in sanitizer.after_crashes(records, self._out.path, self._settings.plugins):
             self._say(line)
@@ -223,6 +247,31 @@ class Run:
         if not any(record.verdict != "unsupported" for record in records):
             raise UsageError("no case was executed")
         return code
+
+    def _keep(self, records: list[Record], result: RunResult, start_oracle: Any) -> list[dict[str, Any]]:
+        """The failures by cause, smaller and in capsules where there is time for it; new ones join the corpus."""
+        settings = self._settings
+        seconds = 0.0 if result.stopped == "interrupted" else settings.shrink
+        with _terminable():
+            try:
+                listed = failures.keep(
+                    records,
+                    self._targets,
+                    start_oracle,
+                    self._out.path,
+                    plugins=settings.plugins,
+                    seconds=seconds,
+                    deadline=settings.limits.deadline,
+                    say=self._say,
+                )
+            except KeyboardInterrupt:
+                self._say("shrinking was interrupted")
+                return []
+        if settings.corpus is not None and result.complete:
+            for item in listed:
+                if item["capsule"]:
+                    corpus.write(settings.corpus, corpus.of_failure(item))
+        return listed
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -288,6 +337,15 @@ def failure_lines(records: Iterable[Record], plugins: tuple[str, ...]) -> Iterat
             yield f"    {line}"
         if len(group) > SHOWN_ALIKE:
             yield f"    and {len(group) - SHOWN_ALIKE} more like these, listed in report.md"
+
+
+def kept_lines(listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Where the capsules of failures are, and how small they became."""
+    for item in listed:
+        if item["capsule"]:
+            counts = f"{item['differing']} of {item['elements']} elements differ from the simplest value"
+            yield f"kept: {item['backend']}: {item['part']} {item['verdict']}: {item['shrunk']}; {counts}"
+            yield f"    {item['repro']}"
 
 
 def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> dict[str, Any]:

@@ -158,14 +158,15 @@ def shrink(
 ) -> Shrunk | None:
     """Shrink a failing case; None if it does not fail here.
 
-    tries, seconds: what may be spent, 0.3 of it on the case; one try is a whole verdict, of two or three calls.
+    tries, seconds: what may be spent after the first verdict, 0.3 of it on the case; one try is a whole verdict, of two
+    or more calls.
     level_two: reduce the inputs too, where they have at most 2**22 elements.
     """
     started = time.monotonic()
-    budget = Budget(tries, seconds)
     search = _Search(case, probe)
     if search.last is None:
         return None
+    budget = Budget(tries, seconds)  # a worker that had to be started has cost nothing
     one = budget.part(LEVEL_ONE)
     small = shrink_case(case, search.same, one)
     budget.used += one.used

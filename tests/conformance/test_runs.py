@@ -41,7 +41,7 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     def run(*words: str, cases: str | None = "6", out: Path = tmp_path / "out") -> tuple[int, str, str]:
         selection = ["--operation", "ue8m0", "--format", "ceil", "--format", "floor"]
         count = ["--cases", cases] if cases else []
-        code = main(["run", *selection, *count, "--jobs", "2", "--out", str(out), *words])
+        code = main(["run", *selection, *count, "--jobs", "2", "--shrink", "0s", "--out", str(out), *words])
         said = capfd.readouterr()
         return code, said.out, said.err
 
