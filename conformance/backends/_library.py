@@ -2,8 +2,9 @@
 
 SGLang and vLLM import a server's worth of libraries, of which their kernels need few. A `Library` loads the modules
 that it is told to, from the installed distribution or from a folder that an environment variable names, and answers
-every other import from the same package by a stand-in (see `_lone_module`). What the modules really use of the rest is
-given to it by name, so that it can be read in one place.
+every other import from the same package by a stand-in: false when asked, None when called while a module is imported,
+an error when called after that. What the modules really use of the rest is given to it by name, so that it can be read
+in one place.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
-
-from conformance.backends._lone_module import stand_in
 
 Given = Mapping[str, Mapping[str, Any]]
 
@@ -89,6 +88,49 @@ class Library:
         return {name: module for name, module in sys.modules.items() if name.split(".")[0] in self._finder.packages}
 
 
+class _Absent:
+    """Stands for a name of a module that is not loaded. running: whether a module is being imported, one level each."""
+
+    running = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._absent = ""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if not _Absent.running:
+            raise RuntimeError(f"{self._absent or 'something'} is called, which is not loaded")
+        return None
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _named(f"{self._absent}.{name}")
+
+
+def _named(name: str) -> _Absent:
+    found = _Absent()
+    found._absent = name
+    return found
+
+
+class _StandIn(ModuleType):
+    """A module that has every name: its loaded submodules, capitalised ones as classes, the rest as nothing."""
+
+    def __init__(self, name: str, is_real: Callable[[str], bool]) -> None:
+        super().__init__(name)
+        self.__dict__["_is_real"] = is_real
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self.__dict__["_is_real"](f"{self.__name__}.{name}"):
+            return importlib.import_module(f"{self.__name__}.{name}")
+        return type(name, (_Absent,), {}) if name[0].isupper() else _named(f"{self.__name__}.{name}")
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, package: str, folder: Path, real: tuple[str, ...], given: Given) -> None:
         self.packages = frozenset({package, *(name.split(".")[0] for name in given)})
@@ -100,7 +142,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name.split(".")[0] not in self.packages:
             return None
-        if name in self._real or name.startswith(self._trees):
+        if self._is_real(name):
             place = self._folder.joinpath(*name.split("."))
             if (place / "__init__.py").is_file():
                 return importlib.util.spec_from_file_location(
@@ -113,8 +155,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.util.spec_from_file_location(name, file, loader=_Giver(name, file, self._given))
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
+    def _is_real(self, name: str) -> bool:
+        return name in self._real or name.startswith(self._trees)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return stand_in(spec.name)
+        return _StandIn(spec.name, self._is_real)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__path__ = []
@@ -130,7 +175,11 @@ class _Giver(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__.update(self._attributes)
-        super().exec_module(module)
+        _Absent.running += 1
+        try:
+            super().exec_module(module)
+        finally:
+            _Absent.running -= 1
 
 
 def _eager(function: Any = None, **_: Any) -> Any:

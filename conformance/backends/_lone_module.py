@@ -45,11 +45,6 @@ class _StandIn(ModuleType):
         return type(name, (_Nothing,), {}) if name[0].isupper() else _Nothing()
 
 
-def stand_in(name: str) -> ModuleType:
-    """A module of nothing."""
-    return _StandIn(name)
-
-
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Answers imports of a package, and of all below it, with stand-ins."""
 

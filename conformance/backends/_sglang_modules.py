@@ -84,6 +84,7 @@ def _given() -> dict[str, dict[str, Any]]:
             "get_parallel": lambda: SimpleNamespace(tp_group=None),
         },
         "sglang.srt.layers.moe.utils": {"get_moe_padding_size": lambda *_: 0},
+        "sglang.srt.layers.dp_attention": {"is_allocation_symmetric": lambda: False},
         "sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: False},
         "sglang.srt.distributed.device_communicators.pynccl_allocator": {
             "use_symmetric_memory": lambda *_, **__: nullcontext()
@@ -105,6 +106,7 @@ def _platform() -> dict[str, Callable[..., Any]]:
         **no,
         "is_cuda": lambda: cuda,
         "is_cpu": lambda: not cuda,
+        "log_info_on_rank0": lambda *_: None,
         "get_device_capability": lambda *_: capability,
         "is_sm90_supported": lambda *_: capability[0] == 9,
         "ceil_align": lambda size, step: -(-size // step) * step,

@@ -46,7 +46,8 @@ Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 def claims() -> Iterable[Claim]:
     """Expert layers with continuous activation scales, unquantised ones, and grouped GEMMs; SM90."""
     layer = {"gate": ("first",), "limit": ("none",), "out": ("bf16",)}
-    whole = {"hidden": BLOCK, "intermediate": BLOCK}
+    # A row of one block goes another way, to the kernel that quantises whole rows.
+    whole = {"hidden": 2 * BLOCK, "intermediate": 2 * BLOCK}
     return [
         Claim(
             operation="moe", variant="deepseek_fp8", source=LAYER, where={**layer, "scale": ("fp32",)}, multiples=whole

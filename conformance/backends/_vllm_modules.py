@@ -73,7 +73,12 @@ def _given() -> dict[str, dict[str, Any]]:
             "get_fp8_min_max": lambda: (limit.min, limit.max)
         },
         "vllm.model_executor.layers.fused_moe.utils": {
-            "enable_swap_ab": lambda m, n: number == 90 and m < 64 and n >= 64
+            "enable_swap_ab": lambda m, n: number == 90 and m < 64 and n >= 64,
+            "resolve_moe_use_td": lambda: False,
+            "warn_if_moe_use_td_ineffective": lambda *_, **__: None,
+        },
+        "vllm.utils.platform_utils": {
+            "get_device_name_as_file_name": lambda: torch.cuda.get_device_name().replace(" ", "_") if cuda else "cpu"
         },
         "vllm.model_executor.custom_op": {"CustomOp": _Registry},
         "vllm.model_executor.utils": {"maybe_disable_graph_partition": lambda _: {}},

@@ -60,6 +60,22 @@ def test_a_module_runs_with_the_rest_stood_in_and_named_answers(checkout: Path) 
     assert found.load("lib.kernels") is found.load("lib.kernels")
 
 
+def test_a_loaded_module_is_found_as_a_name_of_its_package(checkout: Path) -> None:
+    (checkout / "lib" / "user.py").write_text("from lib import near\n")
+    assert library(("lib.user", "lib.near")).load("lib.user").near.number == 10
+    assert not library(("lib.user",)).load("lib.user").near.number
+
+
+def test_what_is_not_loaded_cannot_be_called(checkout: Path) -> None:
+    (checkout / "lib" / "calls.py").write_text(
+        "from lib.heavy import launch\nat_import = launch(1)\ndef run():\n    return launch.on.device(2)\n"
+    )
+    found = library(("lib.calls",))
+    assert found.load("lib.calls").at_import is None
+    with pytest.raises(RuntimeError, match=r"lib\.heavy\.launch\.on\.device is called, which is not loaded"):
+        found.function("run", "lib.calls")()
+
+
 def test_nothing_of_it_stays_behind(checkout: Path) -> None:
     modules, path, compiler = dict(sys.modules), list(sys.meta_path), torch.compile
     library().function("doubled", "lib.kernels")(1)

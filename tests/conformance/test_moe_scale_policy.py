@@ -16,7 +16,7 @@ from conformance.backends import _sglang_moe as sglang
 from conformance.backends import _torch_moe as composite
 from conformance.operations import moe
 
-SIZES = {"tokens": 6, "experts": 3, "topk": 2, "hidden": 256, "intermediate": 128}
+SIZES = {"tokens": 6, "experts": 3, "topk": 2, "hidden": 256, "intermediate": 256}
 SEEDS = (0, 900013)
 
 
