@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from reports import figures, tables, text
 from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED
+from reports.kept import kept
 from reports.summary import Summary, lines, stop_line
 
 CAUSES, ROWS, MOST = 10, 5, 200
@@ -73,6 +74,7 @@ def render(summary: Summary) -> str:
         results=tables.results(summary),
         ranks=tables.RANK,
         failures=tables.failures(summary, causes=CAUSES, rows=ROWS, most=MOST),
+        kept=kept(summary.run),
         known=tables.known(summary),
         unclaimed=tables.unclaimed(summary),
         backends=tables.backends(summary),

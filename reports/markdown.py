@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from reports import tables, text
+from reports.kept import kept
 from reports.summary import Summary, lines
 
 LIMIT = 900_000
@@ -44,6 +45,7 @@ def render(summary: Summary, limit: int = LIMIT) -> str:
         _head(summary),
         _results(summary),
         _failures(summary),
+        _kept(summary),
         _known(summary),
         _absent(summary),
         _backends(summary),
@@ -132,6 +134,26 @@ def _failures(summary: Summary) -> list[str]:
             hidden = text.plural(block.hidden, "further kind of failure is", "further kinds of failure are")
             said += [f"{hidden} not shown here; all failures are in results.csv.", ""]
     return said
+
+
+def _kept(summary: Summary) -> list[str]:
+    rows = kept(summary.run)
+    if not rows:
+        return []
+    cells = [
+        (
+            plain(row.what),
+            text.count(row.calls),
+            code(row.smallest),
+            plain(row.size),
+            f"[capsule]({row.link})" if row.link else "",
+            code(row.repro) if row.link else "",
+            plain(row.note),
+        )
+        for row in rows
+    ]
+    head = ("failure", "calls", "smallest case", "elements that matter", "file", "again", "note")
+    return ["## Failures, made smaller", "", *table(head, cells, "lrlr"), ""]
 
 
 def _known(summary: Summary) -> list[str]:
