@@ -74,7 +74,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def repro(session: nox.Session) -> None:
-    """Show one case again: nox -s repro -- '<case>' --backend NAME."""
+    """Show a failure again: nox -s repro -- '<case>' --backend NAME, or an id, a capsule, a run.json: docs/repro.md."""
     python(session, "-m", "conformance", "repro", *session.posargs)
 
 
