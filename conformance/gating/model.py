@@ -9,7 +9,7 @@ from typing import Literal
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 107, 110, 120, 121)
 """Compute capabilities, ten times the major plus the minor number."""
-LIBRARIES = ("flashinfer", "sglang", "torch", "triton", "backends")
+LIBRARIES = ("flashinfer", "sglang", "vllm", "torch", "triton", "backends")
 """`backends`: what this project's own backends claim; asked by name, and where a device is called."""
 WITHOUT_NAMES = LIBRARIES[:-1]
 """What is asked where no library is named."""
@@ -19,7 +19,7 @@ Answer = Literal["yes", "no", "unknown", "error"]
 
 ENVIRONMENT = re.compile(
     r"compiled with CUDA|without CUDA|no CUDA GPUs|NVIDIA driver|unable to find symbol|no module named|faked device"
-    r"|shared object|not installed|requires? .*(package|toolchain|CUDA \d|CuTe DSL|cuDNN|cuda-tile|nvcc)",
+    r"|shared object|not installed|pip install|requires? .*(package|toolchain|CUDA \d|CuTe DSL|cuDNN|cuda-tile|nvcc)",
     re.IGNORECASE,
 )
 """Refusals that speak of this machine: a missing package, toolchain or driver."""

@@ -15,7 +15,11 @@ from conformance.gating.model import ARCHITECTURES, Gap, Gate, Observation, Obse
 PROBE_S = 3.0
 """Seconds for one runner's gate; those that start to look for kernels on the device take far longer and then fail."""
 SM_S = 60.0
-LIBRARY_S = 150.0
+LIBRARY_S = {"vllm": 420.0}
+LIBRARY_REST_S = 150.0
+"""Seconds for a library: vLLM is imported anew for each architecture."""
+OFFERS = {"backends": ("claims", "no claim"), "vllm": ("quant", "does not take this format here")}
+"""Libraries that say what they offer on an architecture, and nothing of the rest: the gate that refuses it, and how."""
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -26,15 +30,16 @@ def observe(
     subjects: Sequence[str] = (),
     patches: Sequence[Path] = (),
     python: str = sys.executable,
-    limit: float = LIBRARY_S,
+    limit: float | None = None,
     real: bool = False,
 ) -> Observed:
     """All gates of one library on these architectures; a library that is missing or dies is a gap, never an exception.
 
     subjects: parts of the names of what is asked, all if empty. patches: Python files, each run in forks of its own
     after the library is imported; the observations under the i-th have ``patch`` i + 1. python: the interpreter.
-    limit: seconds for everything. real: whether the real device answers, not the faked one.
+    limit: seconds for everything, `LIBRARY_S` if None. real: whether the real device answers, not the faked one.
     """
+    limit = limit or LIBRARY_S.get(library, LIBRARY_REST_S)
     request = {
         "library": library,
         "sms": list(sms),
@@ -89,22 +94,31 @@ def _read(library: str, lines: Sequence[str], reason: str) -> Observed:
                 rows.append(Observation(library=library, gates=gates, facts=tuple(said["facts"]), **row))
     if reason:
         gaps.append(Gap(library=library, reason=reason))
-    if library == "backends":
-        rows += _unclaimed(rows)
+    if library in OFFERS:
+        rows += _unclaimed(rows, *OFFERS[library])
     return Observed(library=library, version=version, observations=tuple(rows), gaps=tuple(gaps), notes=tuple(notes))
 
 
-def _unclaimed(rows: Sequence[Observation]) -> list[Observation]:
-    """What a backend claims on another architecture and not on one where it answered is refused there."""
-    where: dict[tuple[str, str], set[int]] = {}
+def _unclaimed(rows: Sequence[Observation], name: str, why: str) -> list[Observation]:
+    """What is offered on another architecture, and not on one where the subject answered, is refused there."""
+    where: dict[tuple[str, str, int], set[int]] = {}
     for row in rows:
-        where.setdefault((row.subject, row.variant), set()).add(row.sm)
-    silent = {(row.subject, row.sm) for row in rows if not row.variant}
-    gate = Gate("claims", "no", "no claim")
+        where.setdefault((row.subject, row.variant, row.patch), set()).add(row.sm)
+    silent = {(row.subject, row.sm, row.patch) for row in rows if not row.variant}
+    answered: dict[int, set[int]] = {}
+    for row in rows:
+        answered.setdefault(row.patch, set()).add(row.sm)
     return [
-        Observation(library="backends", subject=subject, variant=variant, sm=sm, gates=(gate,))
-        for (subject, variant), sms in where.items()
+        Observation(
+            library=rows[0].library,
+            subject=subject,
+            variant=variant,
+            sm=sm,
+            gates=(Gate(name, "no", why),),
+            patch=patch,
+        )
+        for (subject, variant, patch), sms in where.items()
         if variant
-        for sm in sorted({row.sm for row in rows} - sms)
-        if (subject, sm) not in silent
+        for sm in sorted(answered[patch] - sms)
+        if (subject, sm, patch) not in silent
     ]

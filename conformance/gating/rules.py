@@ -26,7 +26,11 @@ ON_A_DEVICE = ("answers-wrongly", "admits-but-fails", "refuses-uncleanly", "work
 """Rules of ``rules_truth.py``: what they find is seen on one architecture only."""
 OFF = " off)"
 """Ends the variants that are observed with the library switched off."""
-_NAMED = re.compile(r"\bsm_?(\d{2,3})|\b(\d{2,3})(?=[,)])", re.IGNORECASE)
+_NAMED = re.compile(
+    r"(?P<from>>=? ?|above |newer than )?\bsm_?(?P<sm>\d{2,3})(?P<all>x\b)?(?P<up>\+| ?and (?:above|newer)| or newer)?"
+    r"(?P<family>[- ]family)?|\b(?P<bare>\d{2,3})(?=[,)])",
+    re.IGNORECASE,
+)
 
 Rows = Sequence[Observation]
 Wrong = dict[tuple[str, str, str], dict[str, list[int]]]
@@ -235,7 +239,19 @@ def _library(rows: Rows) -> str:
 
 
 def _named(text: str) -> set[int]:
-    return {int(first or second) for first, second in _NAMED.findall(text)}
+    """Every architecture that a refusal names: one, a family (``sm_10x``, ``SM100-family``), or all from one on."""
+    named: set[int] = set()
+    for found in _NAMED.finditer(text):
+        number = int(found["sm"] or found["bare"])
+        if found["from"] or found["up"]:
+            named |= {sm for sm in ARCHITECTURES if sm >= number}
+        elif found["all"]:
+            named |= {sm for sm in ARCHITECTURES if sm // 10 == number}
+        elif found["family"]:
+            named |= {sm for sm in ARCHITECTURES if sm // 10 == number // 10}
+        else:
+            named.add(number)
+    return named
 
 
 def _by_subject(rows: Rows) -> dict[str, list[Observation]]:

@@ -95,7 +95,7 @@ def test_what_is_not_observed_counts_with_strict_only(run: Run, strict: bool) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--library", "flashinfr"), "'flashinfr' is none of flashinfer, sglang, torch, triton, backends"),
+        (("--library", "flashinfr"), "'flashinfr' is none of flashinfer, sglang, vllm, torch, triton, backends"),
         (("--device", "cuda:99"), "--device 'cuda:99' is none of"),
         (("--sm", "91"), "--sm 91 is none of 80,"),
         (("--sm", "ninety"), "'ninety' is no architecture"),

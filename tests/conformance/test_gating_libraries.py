@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from conformance.gating import flashinfer_gates, sglang_gates, triton_gates
+from conformance.gating import flashinfer_gates, sglang_gates, triton_gates, vllm_gates
 from conformance.gating.child import LibraryError, SlowError, limited
 from conformance.gating.expected import Expected, load
 from conformance.gating.model import Finding, Observation, Observed
@@ -206,7 +206,7 @@ def test_a_library_that_is_old_or_has_moved_is_a_gap(
     assert reason in gap.reason
 
 
-@pytest.mark.parametrize("module", [flashinfer_gates, sglang_gates, triton_gates])
+@pytest.mark.parametrize("module", [flashinfer_gates, sglang_gates, triton_gates, vllm_gates])
 def test_a_library_that_is_not_there_says_so(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
