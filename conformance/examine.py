@@ -65,8 +65,11 @@ class Examiner:
         explicit = {"inputs": inputs} if inputs else {}
         return self._oracle.judge(case.text, self._known(case).recipe, outputs, JUDGE_DEADLINE, **explicit)  # type: ignore[no-any-return]
 
-    def examine(self, case: Case, inputs: Sequence[Wire] = ()) -> Examination:
-        """Call a case as a run does, judge the answers, decide. Raises `HarnessError` and ``process.WorkerFailed``."""
+    def examine(self, case: Case, inputs: Sequence[Wire] = (), *, patient: bool = False) -> Examination:
+        """Call a case as a run does, judge the answers, decide. patient: more calls, for faults that come and go.
+
+        Raises `HarnessError` and ``process.WorkerFailed``.
+        """
         claimed, about = self._known(case), self.target.description
         explicit = {"inputs": inputs} if inputs else {}
 
@@ -74,7 +77,7 @@ class Examiner:
             options = {**self.target.options, "poison": poison}
             return self._worker.call(case.text, about.backend, options, self._deadline, **explicit)  # type: ignore[no-any-return]
 
-        replies = verdicts.call_sequence(call)
+        replies = verdicts.call_sequence(call, patient=patient)
         alone: Replies = ()
         if verdicts.died(replies):
             self._worker.stop()  # the next call starts a fresh process

@@ -76,8 +76,8 @@ class Probe(Protocol):
     def records(self, case: Case, inputs: Sequence[Wire] = ()) -> list[Record]:
         """The records of a case, on explicit inputs if there are any."""
 
-    def examine(self, case: Case, inputs: Sequence[Wire] = ()) -> Examination:
-        """The records with the answers and judgements behind them."""
+    def examine(self, case: Case, inputs: Sequence[Wire] = (), *, patient: bool = False) -> Examination:
+        """The records with the answers and judgements behind them. patient: more calls, for faults that come and go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ class _Search:
         if not self._probe.covers(case):
             return False
         for _ in range(FLAKY_TRIES if self.cause.comes_and_goes else 1):
-            found = self._probe.examine(case, inputs)
+            found = self._probe.examine(case, inputs, patient=self.cause.comes_and_goes)
             if cause_of(found.records) == self.cause:
                 self.last = (case, inputs, found)
                 return True
@@ -286,7 +286,7 @@ class LocalProbe:
         """The records of a case. Raises ValueError for one that is not claimed."""
         return self.examine(case, inputs).records
 
-    def examine(self, case: Case, inputs: Sequence[Wire] = ()) -> Examination:
+    def examine(self, case: Case, inputs: Sequence[Wire] = (), *, patient: bool = False) -> Examination:
         """The records with the answers and judgements behind them. Raises ValueError for a case that is not claimed."""
         found = self.claim(case)
         if found is None:
@@ -298,7 +298,7 @@ class LocalProbe:
             reply, outputs = self._callee.call(case.text, self.backend.name, {"poison": poison}, inputs)
             return CallReply(**{**reply, "outputs": outputs})
 
-        replies = call_sequence(call)
+        replies = call_sequence(call, patient=patient)
         with torch.no_grad():
             judged = [
                 JudgeReply(**self._oracle.judge(case.text, recipe.to_json(), wires, inputs))

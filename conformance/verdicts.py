@@ -49,12 +49,13 @@ Replies = tuple[CallReply, ...]
 """The calls of one case in the order of `POISONS`; only the last may have failed."""
 
 
-def call_sequence(call: Callable[[str], CallReply]) -> Replies:
-    """Call a case as often as its verdict needs. call: takes the poison."""
+def call_sequence(call: Callable[[str], CallReply], *, patient: bool = False) -> Replies:
+    """Call a case as often as its verdict needs. call: takes the poison. patient: as often as any verdict needs."""
     replies: list[CallReply] = []
     for poison in POISONS:
         replies.append(call(poison))
-        if replies[-1].status != "ok" or (len(replies) == 2 and not differing_parts(*replies)) or moving_parts(replies):
+        settled = len(replies) == 2 and not patient and not differing_parts(*replies)
+        if replies[-1].status != "ok" or settled or moving_parts(replies):
             break
     return tuple(replies)
 

@@ -82,10 +82,16 @@ def simplest(part: Part, shape: tuple[int, ...], choice: int = 0) -> Bits:
 
 
 def differing(case: Case, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """Input -> elements that differ from its simplest value: of several simplest ones, the nearest."""
+    """Input -> elements that differ from its simplest value: of several simplest ones, the nearest.
+
+    Of the groups of rows, which only make sense together, the places count where another group begins.
+    """
     counts = {}
     for name, part in parts(case).items():
         bits = to_bits(inputs[name], part)
+        if part.unit == "whole":
+            counts[name] = int((bits != np.append(part.fills[0], bits[:-1])).sum())
+            continue
         choices = range(max(1, len(part.fills)))
         counts[name] = min(int((bits != simplest(part, part.shape(case), choice)).sum()) for choice in choices)
     return counts
