@@ -25,7 +25,8 @@ MEASURED = "measured on an H200"
 SM90 = 9
 BLOCK = 128
 K_PARTS = 16
-"""More parts of K than were seen."""
+"""Parts of K up to `LONGEST_K`: as many as were seen."""
+LONGEST_K = 2**14
 NORMAL_VALUES = (
     "normal",
     "wide",
@@ -60,25 +61,30 @@ class CublasLt:
         """On SM90, whose arithmetic is known: rows of 16 bytes, in the scales of A (and of B, row by row) as well."""
         if not device.startswith("cuda") or torch.cuda.get_device_capability(torch.device(device))[0] != SM90:
             return []
-        scaled = Claim(
-            operation="gemm",
-            variant="deepseek_fp8",
-            source=SCALED_SOURCE,
-            multiples={"k": 16, "m": 4, "n": 16},
-            options=SWEPT,
-            enforced=("k", "m", "n"),
-        )
+        scaled = [
+            Claim(
+                operation="gemm",
+                variant="deepseek_fp8",
+                source=SCALED_SOURCE,
+                multiples={"k": 16, "m": 4, "n": 16},
+                maxima=maxima,
+                options=SWEPT,
+                enforced=("k", "m", "n"),
+            )
+            for maxima in ({"k": LONGEST_K}, {})
+        ]
         if self._rows:
-            return [scaled]
+            return scaled
         options = {**SWEPT, "inputs": ("strided",)}
         return [
-            scaled,
+            *scaled,
             Claim(
                 operation="gemm",
                 variant="bf16",
                 source=PLAIN_SOURCE,
                 where={"values": NORMAL_VALUES},
                 multiples={"k": 8, "n": 8},
+                maxima={"k": LONGEST_K},
                 options=options,
             ),
             Claim(operation="gemm", variant="bf16", source=PLAIN_SOURCE, options=options),
@@ -89,6 +95,7 @@ class CublasLt:
                     source=PLAIN_SOURCE,
                     where={"out": ("fp32",)},
                     multiples=multiples,
+                    maxima={"k": LONGEST_K} if multiples else {},
                     options=options,
                 )
                 for multiples in ({"k": 8, "n": 8}, {})
@@ -96,7 +103,9 @@ class CublasLt:
         ]
 
     def recipe(self, claim: Claim) -> Recipe:
-        """The exact models; not for BF16 sums below 2^-126, nor for rows off 16 bytes, which other kernels take."""
+        """The exact models; not for BF16 sums below 2^-126, rows off 16 bytes, which other kernels take, and vast K."""
+        if claim.variant == "deepseek_fp8" and not claim.maxima:
+            return Recipe(source=MEASURED, accumulator="hopper_fp8")
         if claim.variant == "deepseek_fp8":
             return Recipe(
                 source=MEASURED,

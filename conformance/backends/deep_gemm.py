@@ -27,6 +27,10 @@ LAYOUT_SOURCE = "deepseek-ai/DeepGEMM, csrc/utils/layout.hpp"
 SM90 = 9
 ROW_BYTES = 16
 """TMA wants rows of 16 bytes: 16 FP8 or 8 BF16 numbers."""
+GROUPED_BF16_K = 64
+MASKED_M = 128
+"""Tiles store whole blocks of rows: those of a shorter slab run into the next one (docs/findings/029)."""
+LAYOUT_COLUMNS = 512
 AMAX_FLOOR = 1e-4
 """``clamp(1e-4)`` of a block's amax in every cast."""
 NORMAL_VALUES = (
@@ -156,6 +160,7 @@ def _kernel_claims(library: ModuleType) -> Iterable[Claim]:
     for layout, names in GEMMS.items():
         operation = "gemm" if layout == "gemm" else "grouped_gemm"
         grouping = {} if layout == "gemm" else {"grouping": (layout,)}
+        slabs = {"m": MASKED_M} if layout == "masked" else {}
         fp8, bf16 = (next((name for name in found if hasattr(library, name)), None) for found in names)
         if fp8 is not None:
             # FP32 outputs need 1x128 scales on both sides.
@@ -164,7 +169,7 @@ def _kernel_claims(library: ModuleType) -> Iterable[Claim]:
                 variant="deepseek_fp8",
                 source=f"{GEMM_SOURCE}: {fp8}",
                 where={"out": ("bf16",), **grouping},
-                multiples={"k": ROW_BYTES, "n": ROW_BYTES // 2},
+                multiples={"k": ROW_BYTES, "n": ROW_BYTES // 2, **slabs},
                 options=SWEPT,
                 enforced=("k", "n", "out"),
             )
@@ -175,7 +180,7 @@ def _kernel_claims(library: ModuleType) -> Iterable[Claim]:
                     variant="bf16",
                     source=f"{GEMM_SOURCE}: {bf16}",
                     where={"values": values, **(grouping and {"out": ("bf16",), **grouping})},
-                    multiples={"k": ROW_BYTES // 2, "n": ROW_BYTES // 2},
+                    multiples={"k": GROUPED_BF16_K if grouping else ROW_BYTES // 2, "n": ROW_BYTES // 2, **slabs},
                     options=SWEPT,
                     enforced=("k", "n"),
                 )
@@ -189,6 +194,8 @@ def _kernel_claims(library: ModuleType) -> Iterable[Claim]:
                 variant=variant,
                 source=f"{LAYOUT_SOURCE}: {name}",
                 where={"direction": ("pack",)},
+                maxima={"cols": LAYOUT_COLUMNS},
+                enforced=("cols",),
                 options={"stream": ("side",), "graph": ("replay",)},
             )
 

@@ -1,9 +1,9 @@
 """JAX: XLA's casts to and from E4M3, E2M1, E8M0, BF16 and FP16, and ``jax.nn.scaled_matmul``, on a CPU or a GPU.
 
 What is under test is the cast, so amax, scales and divisions are NumPy's, one FP32 operation each. As with ml_dtypes
-values are clipped first: XLA's ``float8_e4m3fn`` answers NaN on overflow by design. On a CPU XLA
-treats subnormal FP32 numbers as zero. ``scaled_matmul`` says that it computes in FP32; on a GPU XLA takes TF32 for that
-unless told otherwise, so the precision ``highest`` is asked for.
+values are clipped first: XLA's ``float8_e4m3fn`` answers NaN on overflow by design. On a CPU XLA treats subnormal FP32
+numbers as zero. ``scaled_matmul`` says that it computes in FP32; on a GPU XLA takes TF32 for it, whatever precision is
+asked for (docs/findings/028-jax-scaled-matmul-tf32.md).
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _gemm(case: Any, arrays: Mapping[str, Array], device: Any) -> Parts:
         operands.append(jax.device_put(codes.view(TYPES["e4m3"])[None], device))
         grids.append(jax.device_put(np.ascontiguousarray(grid)[None], device))
     kind = jnp.float32 if case["out"] == "fp32" else jnp.bfloat16
-    with jax.default_device(device), jax.default_matmul_precision("highest"):  # on a GPU the default is TF32
+    with jax.default_device(device), jax.default_matmul_precision("highest"):
         product = jax.nn.scaled_matmul(*operands, *grids, preferred_element_type=jnp.float32)[0]
     return _parts(output=np.asarray(product.astype(kind)))
 
