@@ -14,10 +14,11 @@ from conformance.operations.judging import classify, distance, part_verdict, roo
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.judging import judge_interval
-from references.moe import AdmissibleMoe, admissible_moe, config_of, expert_operands, nominal_moe
+from references.moe import AdmissibleMoe, admissible_moe, config_of, expectation, expert_operands, nominal_moe
 from references.moe.config import OUTPUTS, activation_scales
 from references.recipes import Recipe
 from references.rounding import round_to
+from references.tensor_level import examine
 
 NAME = "moe"
 GEMMS = frozenset({"accumulator", "promotion", "split_k", "subnormals"})
@@ -47,33 +48,23 @@ def outputs(case: Case) -> dict[str, OutputSpec]:
     return {"output": OutputSpec((case.integer("tokens"), case.integer("hidden")), OUTPUTS[case["out"]])}
 
 
+def layer(case: Case, inputs: Mapping[str, Tensor], recipe: Recipe) -> tuple[Any, ...]:
+    """The arguments of `admissible_moe` and its like, the recipe cut to the open choices."""
+    config = config_of(case)
+    return (
+        inputs["x"],
+        inputs["ids"],
+        inputs["weights"],
+        expert_operands(config, inputs),
+        config,
+        recipe.only(open_choices(case.variant)),
+        activation_scales(inputs),
+    )
+
+
 def admissible(case: Case, inputs: Mapping[str, Tensor], recipe: Recipe) -> AdmissibleMoe:
-    """The admissible outputs under a recipe, cut to the open choices."""
-    config = config_of(case)
-    return admissible_moe(
-        inputs["x"],
-        inputs["ids"],
-        inputs["weights"],
-        expert_operands(config, inputs),
-        config,
-        recipe.only(open_choices(case.variant)),
-        activation_scales(inputs),
-    )
-
-
-def nominal(case: Case, inputs: Mapping[str, Tensor], recipe: Recipe, precision: torch.dtype) -> Tensor:
-    """The layer without bounds, before the output's rounding, FP64."""
-    config = config_of(case)
-    return nominal_moe(
-        inputs["x"],
-        inputs["ids"],
-        inputs["weights"],
-        expert_operands(config, inputs),
-        config,
-        recipe.only(open_choices(case.variant)),
-        activation_scales(inputs),
-        precision=precision,
-    )
+    """The admissible outputs under a recipe."""
+    return admissible_moe(*layer(case, inputs, recipe))
 
 
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
@@ -104,16 +95,31 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     )
     worst = tuple(verdict.worst_index or (0, 0))
     radii = {name: float(radius[worst]) for name, radius in found.radii.items()}
-    rival = round_to(nominal(case, inputs, recipe, torch.float32), dtype)
+    rival = round_to(nominal_moe(*layer(case, inputs, recipe), precision=torch.float32), dtype)
     note = f"the radius at {list(worst)} comes from {shares(radii)}"
-    return [
-        replace(
-            verdict,
-            stage_radii=radii,
-            fp32_error=root_mean_square(distance(rival, interval.centre)),
-            message=f"{verdict.message}; {note}" if verdict.message else note,
-        )
-    ]
+    output = replace(
+        verdict,
+        stage_radii=radii,
+        fp32_error=root_mean_square(distance(rival, interval.centre)),
+        message=f"{verdict.message}; {note}" if verdict.message else note,
+    )
+    return [output, *tensor_verdict(case, inputs, actual, found, recipe)]
+
+
+def tensor_verdict(
+    case: Case, inputs: Mapping[str, Tensor], actual: Tensor, found: AdmissibleMoe, recipe: Recipe
+) -> list[PartVerdict]:
+    """``property:tensor`` where the recipe has a model of its errors: those of the whole output have its size."""
+    expected = expectation(*layer(case, inputs, recipe))
+    if expected is None:
+        return []
+    doubt = torch.stack([radius for name, radius in found.radii.items() if name != "output_rounding"]).sum(0)
+    expected = replace(expected, spread=torch.where(doubt > 0, expected.spread, 0.0))
+    finding = examine(actual.to(torch.float64), expected, OUTPUTS[case["out"]])
+    if finding is None:
+        return []
+    verdict = "pass" if finding.headroom <= 1 else "wrong"
+    return [PartVerdict(part="property:tensor", verdict=verdict, headroom=finding.headroom, message=finding.message)]
 
 
 def shares(radii: Mapping[str, float]) -> str:

@@ -12,6 +12,7 @@ from references.moe.nominal import nominal_moe
 from references.moe.pipeline import STAGES, AdmissibleMoe, admissible_moe
 from references.moe.product import Uncertain, product
 from references.moe.requantise import requantise
+from references.moe.tensor_level import expectation
 
 __all__ = [
     "STAGES",
@@ -20,6 +21,7 @@ __all__ = [
     "Uncertain",
     "admissible_moe",
     "config_of",
+    "expectation",
     "expert_operands",
     "nominal_moe",
     "product",

@@ -117,7 +117,7 @@ def admissible_moe(
     for expert in torch.unique(ids[ids >= 0]).tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
         factor = weights[rows, places].to(F64)[:, None]
-        terms = _expert(_rows(entering, rows), factor, *experts(expert), config, recipe, scales[1])
+        terms = _expert(rows_of(entering, rows), factor, *experts(expert), config, recipe, scales[1])
         if not config.weight_on_input:
             terms = terms.times(factor)
         if recipe.weighted_dtype != "fp32":
@@ -132,7 +132,8 @@ def admissible_moe(
     return _answer(_combined(answer, size, unit, ids.shape[1], config), config.dtype, recipe)
 
 
-def _rows(some: Uncertain, rows: Tensor) -> Uncertain:
+def rows_of(some: Uncertain, rows: Tensor) -> Uncertain:
+    """Some of the rows."""
     return Uncertain(some.nominal.rows(rows), some.reach[rows], some.scales[rows])
 
 
@@ -149,7 +150,7 @@ def _expert(
         sums = sums.plus("fc1", torch.where(torch.frexp(weight)[0] == 0.5, 0.0, slip))
     if recipe.fc1_dtype != "fp32":
         sums = sums.stored(DTYPES[recipe.fc1_dtype], "fc1")
-    h, low, high = _activated(sums, config, recipe)
+    h, low, high = activated(sums, config, recipe)
     second = requantise(low, high, h.centre, config.scheme, config.sides[0], recipe, given)
     third = product(second, w2, recipe, _attributed(h, second.reach))
     found = Parts(third.centre, third.carried).plus("fc2", third.accumulation)
@@ -163,7 +164,7 @@ def _staged(radius: Tensor, stage: str) -> Tensor:
     return found
 
 
-def _activated(sums: Parts, config: MoeConfig, recipe: Recipe) -> tuple[Parts, Tensor, Tensor]:
+def activated(sums: Parts, config: MoeConfig, recipe: Recipe) -> tuple[Parts, Tensor, Tensor]:
     """h = silu(gate) * up by stage, and its ends, all as stored."""
     half = sums.centre.shape[1] // 2
     halves = [Parts(sums.centre[:, part], sums.radii[:, :, part]) for part in (slice(0, half), slice(half, None))]

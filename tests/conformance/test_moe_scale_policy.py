@@ -21,7 +21,7 @@ SEEDS = (0, 900013)
 
 
 def verdict_of(case, output, recipe=FP32, inputs=None):
-    (verdict,) = moe.judge(case, moe.inputs(case) if inputs is None else inputs, {"output": output}, recipe)
+    verdict, *_ = moe.judge(case, moe.inputs(case) if inputs is None else inputs, {"output": output}, recipe)
     return verdict
 
 
