@@ -354,6 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=610, help="for each operation x format")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--operation", choices=OPERATION_NAMES, action="append")
+    parser.add_argument("--format", action="append", help="formats or routing methods; all by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if options.cases < 1:
@@ -361,8 +362,12 @@ def main(arguments: list[str] | None = None) -> int:
     start, tallies = time.monotonic(), dict[tuple[str, str], Tally]()
     for operation in options.operation or OPERATION_NAMES:
         for variant in GRAMMAR[operation]:
+            if options.format and variant not in options.format:
+                continue
             examine(plan.draw_plan([(operation, variant)], options.cases, options.seed), tallies)
             print(f"{time.monotonic() - start:.0f} s: {operation} {variant}", file=sys.stderr, flush=True)
+    if not tallies:
+        parser.error(f"no operation has a format {', '.join(options.format)}")
     rejected = [line for tally in tallies.values() for line in tally.rejected]
     text = table(tallies)
     print(text, *rejected, sep="\n")
