@@ -228,7 +228,7 @@ def _gates(both: Sequence[Side], settings: Settings) -> list[str]:
     where: dict[tuple[str, str, str, str], list[int]] = {}
     for subject, variant, sm in sorted(said[0].keys() | said[1].keys()):
         one, other = (answers.get((subject, variant, sm), "absent") for answers in said)
-        if one != other:
+        if one != other and "unknown" not in (one, other):  # a gate that cannot tell here differs from none
             where.setdefault((subject, variant, one, other), []).append(sm)
     return [
         f"{library} {subject} {variant} on SM{', SM'.join(map(str, sms))}: {one} → {other}"
