@@ -29,6 +29,10 @@ validation: {links: {anchors: warn, unrecognized_links: warn}}
 NO_DEPENDENCIES = ROOT / "constraints" / "no-deps.txt"
 
 
+GATED = ("flashinfer", "sglang", "torch")
+"""Whose gates the main job looks at; the session ``gating`` compiles kernels too."""
+
+
 def has_gpu() -> bool:
     """Whether an NVIDIA driver is at hand; looked up without loading CUDA."""
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
@@ -50,8 +54,16 @@ def python(session: nox.Session, *arguments: str) -> None:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """The main job: every operation against every backend at hand, with the reports in out/conformance."""
-    python(session, "-m", "conformance", "run", *session.posargs)
+    """The main job: every operation against every backend at hand, then the gates; reports in out/.
+
+    With arguments, which go to ``conformance run``, the gates are left out.
+    """
+    try:
+        python(session, "-m", "conformance", "run", *session.posargs)
+    finally:
+        if not session.posargs:
+            libraries = [word for name in GATED for word in ("--library", name)]
+            python(session, "-m", "conformance", "gating", *libraries)
 
 
 @nox.session(venv_backend="none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from conformance.gating.truth import CALLED, called, device_architecture
 from conformance.gating.truth_backends import backends_called
 
 AGREE, DISAGREE = 0, 1
+AT_A_TIME = 2
+"""Libraries that are asked at a time, each in a child process."""
 ON_DEVICE = ("flashinfer", "torch")
 """Libraries whose gates are asked by way of torch's device, so that a real one can stand in for the faked one."""
 
@@ -68,9 +71,11 @@ def gating(settings: Settings, console: Console) -> int:
     truths: list[Truth] = []
     more: list[Finding] = []
     everything = LIBRARIES if settings.device else WITHOUT_NAMES
-    for library in dict.fromkeys(settings.libraries or everything):
-        console.print(f"asking {library} ...", highlight=False)
-        part = observe(library, sms, subjects=settings.subjects)
+    asked = list(dict.fromkeys(settings.libraries or everything))
+    console.print(f"asking {', '.join(asked)} ...", highlight=False)
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        observed = list(pool.map(lambda library: observe(library, sms, subjects=settings.subjects), asked))
+    for library, part in zip(asked, observed, strict=True):
         lost = without_subject(part, expected) if part.observations and not settings.subjects else ()
         gaps = (
             Gap(library=library, reason=f"{name}: claims speak of it, {library} {part.version} has none")
