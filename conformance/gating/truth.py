@@ -30,7 +30,6 @@ BY_VERDICT: Mapping[str, Outcome] = {
     "wrong": "wrong",
     "ungated": "wrong",
     "flaky": "wrong",
-    "refused": "refused",
     "error": "raised",
     "crash": "crashed",
     "oom": "crashed",
@@ -134,7 +133,10 @@ def _row(
 
 
 def from_records(records: Iterable[Record], library: str = "backends") -> list[Truth]:
-    """One row for each backend, operation and variant that was called on a GPU: the worst of its records."""
+    """One row for each backend, operation and variant that was called on a GPU: the worst of its records.
+
+    A refusal of what no claim covers is as it should be, and left out.
+    """
     groups: dict[tuple[str, str, int], list[tuple[Outcome, Record]]] = {}
     for record in records:
         outcome = BY_VERDICT.get(record.verdict)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from conformance.gating import truth
 from conformance.gating.model import Answer, Gate, Observation, Observed, Truth
 from conformance.gating.rules_truth import fake_against_real, from_truth
+from reports.record import Record
 
 STAND_IN = """
 import os, sys, time
@@ -121,6 +123,35 @@ def test_a_call_is_held_against_its_gate(answer: Answer, outcome: str, rule: str
 
 def test_a_backend_of_ours_may_claim_less_than_works() -> None:
     assert from_truth(seen("no", "backends"), [came_to("right", "backends")]) == []
+
+
+def test_records_become_rows_and_refusals_beyond_the_claims_do_not() -> None:
+    verdicts = ("pass", "refused", "error", "unsupported")
+    rows = truth.from_records([record(verdict, f"q{number} x") for number, verdict in enumerate(verdicts)])
+    assert [(row.subject, row.variant, row.outcome) for row in rows] == [
+        ("mylib", "q0 x", "right"),
+        ("mylib", "q2 x", "refused"),
+    ]
+    assert truth.from_records([record("pass", "q x", sm="")]) == []
+    (row,) = truth.from_records([record("pass", "q x"), record("crash", "q x")])
+    assert (row.outcome, row.sm, row.calls) == ("crashed", 90, 1)
+
+
+def record(verdict: str, group: str, sm: str = "90") -> Record:
+    operation, _, variant = group.partition(" ")
+    message = "refused a claimed call: not today" if verdict == "error" else ""
+    return SimpleNamespace(  # type: ignore[return-value]
+        verdict=verdict,
+        operation=operation,
+        variant=variant,
+        sm=sm,
+        backend="mylib",
+        message=message,
+        ledger_id="",
+        case=f"{group} v=1 seed=0",
+        device="cuda:0",
+        options="",
+    )
 
 
 def test_a_wrong_answer_that_the_ledger_knows_is_explained() -> None:
