@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,20 @@ class Layer:
         """Of W1 and W2."""
         return (2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)
 
+    @cached_property
+    def scales(self) -> list[Tensor]:
+        """Those of W1 and W2, the same for every expert."""
+        found = []
+        for rows, columns in self.shapes:
+            level = -7 - (columns.bit_length() - 1) // 2
+            grid = -(-rows // 128), -(-columns // 128)
+            exponents = level + torch.arange(grid[0] * grid[1], device=self.pool.device).view(grid) % 3
+            if self.config.sides[1].scale == "ue8m0":
+                found.append((exponents + 127).to(torch.uint8))
+            else:
+                found.append(torch.ldexp(torch.full_like(exponents, 1.3, dtype=torch.float32), exponents))
+        return found
+
     def stored(self, expert: int) -> tuple[Stored, Stored]:
         """An expert's weights, without a copy."""
         found = []
@@ -60,15 +75,7 @@ class Layer:
             room = self.pool.numel() - rows * columns
             start = (expert * 2 + number) * 1_000_004 % room
             codes = self.pool[start : start + rows * columns].view(rows, columns)
-            level = -7 - (columns.bit_length() - 1) // 2
-            grid = -(-rows // 128), -(-columns // 128)
-            exponents = level + torch.arange(grid[0] * grid[1], device=self.pool.device).view(grid) % 3
-            side = self.config.sides[1]
-            if side.scale == "ue8m0":
-                scales = (exponents + 127).to(torch.uint8)
-            else:
-                scales = torch.ldexp(torch.full_like(exponents, 1.3, dtype=torch.float32), exponents)
-            found.append(Stored(codes, scales, side))
+            found.append(Stored(codes, self.scales[number], self.config.sides[1]))
         return found[0], found[1]
 
 

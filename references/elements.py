@@ -137,6 +137,15 @@ def decode_into(codes: Tensor, element: Element, out: Tensor) -> None:
         target[even:] = _table(element, out.dtype, codes.device)[flat[even:].to(torch.int64)]
 
 
+def e4m3_as_float16(codes: Tensor) -> Tensor:
+    """Finite E4M3FN codes uint8 to their values times 2^-8, float16, exact: their bits moved into place.
+
+    A code's subnormal numbers are float16's own. Quicker than `decode` on a GPU.
+    """
+    # Bits 6 to 0 go to 13 to 7; of the copies of the sign that a widened byte has, the topmost alone is kept.
+    return codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
+
+
 def encode(values: Tensor, element: Element, overflow: Overflow = "saturate") -> Tensor:
     """FP64 or FP32 ``values`` of any shape to codes uint8: round to nearest, ties to the even code.
 

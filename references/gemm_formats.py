@@ -17,7 +17,7 @@ from torch import Tensor
 
 from references import layouts
 from references.blocks import block_size, grid_rows, scale_grid, scale_values
-from references.elements import E2M1, E4M3FN, Element, decode
+from references.elements import E2M1, E4M3FN, Element, decode, e4m3_as_float16
 from references.least_bits import NOTHING, ZERO_CODE, code_least_bits, least_bit
 from references.packing import unpack_fp4
 from references.rounding import round_to
@@ -216,10 +216,10 @@ def operand(numbers: Tensor, scales: Tensor | None, side: Side, global_scale: Te
 
 
 def _scaled(codes: Tensor, scales: Tensor, width: int) -> Tensor:
-    """Codes times the scale of their row's block, each product rounded once, in their common dtype."""
+    """Codes times the scale of their row's block, each product rounded once, in the dtype of the scales."""
     rows, blocks = codes.shape[0], codes.shape[1] // width
     whole = blocks * width
-    values = torch.empty_like(codes)
+    values = torch.empty(codes.shape, dtype=scales.dtype, device=codes.device)
     by_block = (rows, blocks, width)
     torch.mul(codes[:, :whole].view(by_block), scales[:, :blocks, None], out=values[:, :whole].view(by_block))
     if whole < codes.shape[1]:
@@ -256,9 +256,11 @@ class Stored:
         """The values alone ``[rows, k]``: FP64, exact; or FP32, as FP32 arithmetic dequantises."""
         if self.side.element is None or self.scales is None:
             return self.numbers.to(dtype)
-        codes = decode(
-            unpack_fp4(self.numbers) if self.side.element.bits == 4 else self.numbers, self.side.element, dtype
-        )
+        codes, unit = unpack_fp4(self.numbers) if self.side.element.bits == 4 else self.numbers, 1.0
+        if self.side.element is E4M3FN:
+            codes, unit = e4m3_as_float16(codes), 2.0**8
+        else:
+            codes = decode(codes, self.side.element, dtype)
         shape = (codes.shape[0], codes.shape[1])
         factors = scale_values(self.scales, self.side.scheme)
         if self.global_scale is not None:
@@ -266,7 +268,7 @@ class Stored:
         if dtype == torch.float32:
             factors = round_to(factors, dtype).to(dtype)
         by_row = grid_rows(factors, self.side.block, shape, slice(0, shape[0]))
-        return _scaled(codes, by_row, block_size(shape, self.side.block)[1])
+        return _scaled(codes, by_row * unit, block_size(shape, self.side.block)[1])
 
     def pieces(self) -> Iterator[Stored]:
         """Consecutive rows, whole blocks of scales each, that make up the matrix."""

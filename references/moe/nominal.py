@@ -71,7 +71,8 @@ def _grouped(
         some = slice(start, start + count)
         start += count
         mine = x[some] if rows is None else x[rows[some]]
-        found.append(torch.cat([mine @ piece.values(precision).T for piece in stored.pieces()], dim=1))
+        parts = [mine @ piece.values(precision).T for piece in stored.pieces()]
+        found.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
     return torch.cat(found)
 
 

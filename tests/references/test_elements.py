@@ -25,6 +25,7 @@ from references.elements import (
     Element,
     Overflow,
     decode,
+    e4m3_as_float16,
     encode,
     encode_bits,
     from_ordinal,
@@ -199,3 +200,12 @@ def test_strides_and_odd_offsets() -> None:
     values = torch.linspace(-500, 500, 256).view(16, 16)
     assert torch.equal(encode(values.t(), E4M3FN), encode(values, E4M3FN).t())
     assert torch.equal(encode(values[:, 1::2], E4M3FN), encode(values, E4M3FN)[:, 1::2])
+
+
+def test_finite_e4m3_codes_as_float16():
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    finite = (codes & 0x7F) != 0x7F
+    found = e4m3_as_float16(codes[finite]).to(torch.float64) * 2.0**8
+    expected = decode(codes[finite], E4M3FN)
+    assert torch.equal(found, expected)
+    assert torch.equal(found.signbit(), expected.signbit())
