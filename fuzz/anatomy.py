@@ -156,7 +156,8 @@ def _routing(case: Case) -> Parts:
 def _operand(name: str, side: Side, rows: Axis, cols: Axis, *lead: Axis | int) -> Parts:
     """Payload, plain scales and global scale of a GEMM's operand."""
     if side.element is None:
-        return {name: Part(torch.bfloat16, (*lead, rows, cols), (0, ONE[torch.bfloat16]))}
+        dtype = torch.float16 if side.plain == "f16" else torch.bfloat16
+        return {name: Part(dtype, (*lead, rows, cols), (0, ONE[dtype]))}
     found = {
         name: _codes(*lead, rows, cols, packed=side.element.bits == 4),
         f"{name}_scales": _grid(rows, cols, side.block, str(side.scale), *lead),
