@@ -1,4 +1,4 @@
-"""The command line: ``python -m conformance run | fuzz | repro | probe | gating | backends | power | report``.
+"""The command line: ``python -m conformance run | fuzz | repro | probe | gating | backends | power | replay | report``.
 
 Exit codes: 0 conformant; 1 non-conformant; 2 a usage error, nothing executed included; 3 the harness itself failed; 130
 interrupted by Ctrl-C or SIGTERM (files are written and marked incomplete). Every bad input is one line on stderr that
@@ -397,6 +397,41 @@ def power(
         record=record,
     )
     return power_run.run(settings, _wide_console())
+
+
+@app.command()
+def replay(
+    router: Annotated[
+        list[str] | None, _many("--router", "NAME", "Take selections of this backend; all if absent.")
+    ] = None,
+    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Feed them to this one; all if absent.")] = None,
+    method: Annotated[list[str] | None, _many("--method", "NAME", "This routing method only.")] = None,
+    variant: Annotated[list[str] | None, _many("--format", "NAME", "Expert layers of this format only.")] = None,
+    device: Devices = None,
+    cases: Annotated[int, typer.Option(min=1, metavar="N", help="For each routing method.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the plan.")] = SEED,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where replay.md and capsules go.")] = Path("out/replay"),
+    plugin: Plugins = None,
+    deadline: Deadline = DEADLINE,
+    memory_limit: Memory = MEMORY_LIMIT,
+) -> int:
+    """Feed the selections that routers record to every backend's expert layer: two verdicts, one for each."""
+    from conformance import replay_run
+
+    settings = replay_run.Settings(
+        routers=tuple(router or ()),
+        backends=tuple(backend or ()),
+        methods=tuple(method or ()),
+        formats=tuple(variant or ()),
+        devices=tuple(device or ()),
+        plugins=tuple(plugin or ()),
+        cases=cases,
+        seed=seed,
+        out=out,
+        deadline=_parsed("--deadline", units.seconds, deadline),
+        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+    )
+    return replay_run.run(settings, ledgers.load(ledgers.DEFAULT), _wide_console())
 
 
 @app.command()
