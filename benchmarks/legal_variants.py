@@ -97,6 +97,11 @@ MATMULS: Mapping[str, tuple[MatMul, Recipe]] = {
 }
 
 
+SLOW = ("one product at a time", "one product at a time, truncating", "a tree")
+LONGEST = 1024
+"""K up to which `SLOW` ways to multiply are taken."""
+
+
 def by_blocks(a: Operand, b: Operand) -> Tensor:
     """Each K block's dot product in FP32, times both scales, added."""
     width, k = min(a.width, b.width), a.codes.shape[1]
@@ -150,7 +155,11 @@ def _on_values(matmul: MatMul) -> Multiply:
 
 def _matrix_products() -> dict[str, tuple[Multiply, Recipe, Callable[[Case], bool]]]:
     every: Callable[[Case], bool] = lambda case: True  # noqa: E731
-    found = {name: (_on_values(matmul), recipe, every) for name, (matmul, recipe) in MATMULS.items()}
+    short: Callable[[Case], bool] = lambda case: case.integer("k") <= LONGEST  # noqa: E731
+    found = {
+        name: (_on_values(matmul), recipe, short if name in SLOW else every)
+        for name, (matmul, recipe) in MATMULS.items()
+    }
     split = Recipe(source="three parts of K in BF16", accumulator="bf16_split_k", split_k=3)
     return found | {
         "scales on each block's sum": (by_blocks, RN, every),
@@ -172,20 +181,23 @@ def _layers() -> list[Legal]:
         # Under FP32 scales the composite keeps amax from 0.
         floored = replace(recipe, amax_floor=composite.AMAX_FLOOR)
         found += [
-            Legal(name, _layer(layer), floored, _Where(variants, True)),
-            Legal(name, _layer(layer), recipe, _Where(variants, False)),
+            Legal(name, _layer(layer), floored, _Where(variants, True, name.startswith(SLOW))),
+            Legal(name, _layer(layer), recipe, _Where(variants, False, name.startswith(SLOW))),
         ]
     return found
 
 
 @dataclass(frozen=True)
 class _Where:
-    """Cases of some formats, with FP32 scales or with others."""
+    """Cases of some formats, with FP32 scales or with others, of any size or of short sums."""
 
     variants: tuple[str, ...]
     continuous: bool
+    short: bool
 
     def __call__(self, case: Case) -> bool:
+        if self.short and max(case.integer("hidden"), case.integer("intermediate")) > LONGEST:
+            return False
         return case.variant in self.variants and (case["scale"] == "fp32") == self.continuous
 
 
