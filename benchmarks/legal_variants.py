@@ -47,6 +47,8 @@ F32, F64 = torch.float32, torch.float64
 RN = Recipe(source="FP32, to nearest", accumulator="fp32_rn")
 ANY = Recipe(source="FP32 in any order and rounding")
 OPERATION_NAMES = ("gemm", "grouped_gemm", "moe", "routing")
+MOST = 2**16
+"""Elements of a case's largest matrix."""
 Inputs = Mapping[str, Tensor]
 Parts = dict[str, Tensor]
 MatMul = Callable[[Tensor, Tensor], Tensor]
@@ -347,6 +349,28 @@ def examine(cases: Sequence[Case], tallies: dict[tuple[str, str], Tally]) -> Non
                     tally.typical.setdefault(name, []).append(float(found.median()))
 
 
+def draw(operation: str, variant: str, count: int, seed: int) -> list[Case]:
+    """``count`` drawn cases whose tensors are small."""
+    asked, found = count, list[Case]()
+    while len(found) < count:
+        asked *= 2
+        found = [case for case in plan.draw_plan([(operation, variant)], asked, seed) if size(case) <= MOST]
+    return found[:count]
+
+
+def size(case: Case) -> int:
+    """Elements of the largest matrix."""
+    sizes = {key: int(value) for key, value in case.params if value.isdecimal()}
+    match case.operation:
+        case "routing":
+            return sizes["tokens"] * sizes["experts"]
+        case "moe":
+            return max(sizes["tokens"] * sizes["topk"], 2 * sizes["experts"] * sizes["intermediate"]) * sizes["hidden"]
+        case _:
+            m, n, k = sizes["m"] * sizes.get("groups", 1), sizes["n"] * sizes.get("groups", 1), sizes["k"]
+            return max(m * k, n * k, m * n)
+
+
 def table(tallies: Mapping[tuple[str, str], Tally]) -> str:
     """Markdown: a row for each operation x format."""
     lines = [
@@ -376,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
         for variant in GRAMMAR[operation]:
             if options.format and variant not in options.format:
                 continue
-            examine(plan.draw_plan([(operation, variant)], options.cases, options.seed), tallies)
+            examine(draw(operation, variant, options.cases, options.seed), tallies)
             print(f"{time.monotonic() - start:.0f} s: {operation} {variant}", file=sys.stderr, flush=True)
     if not tallies:
         parser.error(f"no operation has a format {', '.join(options.format)}")
