@@ -30,3 +30,8 @@ def row_pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]
     step = max(2, limit(device) // max(columns, 1) // 2 * 2)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+# glibc returns freed memory at once from a size on that the largest buffer freed so far sets, up to 32 MiB. Without one
+# such buffer every piece is paid for again in page faults, which cost more than the arithmetic.
+torch.empty(31 * 2**20, dtype=torch.uint8)

@@ -7,7 +7,8 @@ admissible under exactly those choices. A backend that needs more freedom than i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
+from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
 ScaleArithmetic = Literal["divide", "reciprocal", "approximate"]
@@ -49,6 +50,13 @@ ROUTING_CHOICES = frozenset(
 )
 """The choices of a router; ``references.routing.RoutingRecipe`` explains each and takes them over by name."""
 _ROUTING_ERRORS = ("exp_error", "exp_slope", "tanh_error", "log_error", "division_error")
+
+
+@cache
+def _allowed() -> list[tuple[Field[Any], tuple[Any, ...]]]:
+    """The fields of a recipe with the words that they may hold, none where they hold a number."""
+    hints = get_type_hints(Recipe)
+    return [(field, get_args(hints[field.name])) for field in fields(Recipe)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +139,8 @@ class Recipe:
     padded_rows: PaddedRows = "minus_one"
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in fields(self):
+        for field, allowed in _allowed():
             value = getattr(self, field.name)
-            allowed = get_args(hints[field.name])
             if allowed and value not in allowed:
                 raise ValueError(f"recipe: {field.name}={value!r} is none of {', '.join(map(str, allowed))}")
             if isinstance(field.default, float) and not 0.0 <= value < float("inf"):

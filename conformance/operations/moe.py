@@ -69,7 +69,8 @@ def admissible(case: Case, inputs: Mapping[str, Tensor], recipe: Recipe) -> Admi
 
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
     """Membership of every output, with the radius of the worst by stage."""
-    found, actual, dtype = admissible(case, inputs, recipe), outputs["output"], OUTPUTS[case["out"]]
+    whole = layer(case, inputs, recipe)
+    found, actual, dtype = admissible_moe(*whole), outputs["output"], OUTPUTS[case["out"]]
     interval = found.interval
     wide = actual.to(torch.float64)
     judgement = judge_interval(wide, interval)
@@ -95,7 +96,7 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     )
     worst = tuple(verdict.worst_index or (0, 0))
     radii = {name: float(radius[worst]) for name, radius in found.radii.items()}
-    rival = round_to(nominal_moe(*layer(case, inputs, recipe), precision=torch.float32), dtype)
+    rival = round_to(nominal_moe(*whole, precision=torch.float32), dtype)
     note = f"the radius at {list(worst)} comes from {shares(radii)}"
     output = replace(
         verdict,
@@ -103,14 +104,12 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
         fp32_error=root_mean_square(distance(rival, interval.centre)),
         message=f"{verdict.message}; {note}" if verdict.message else note,
     )
-    return [output, *tensor_verdict(case, inputs, actual, found, recipe)]
+    return [output, *tensor_verdict(case, whole, actual, found)]
 
 
-def tensor_verdict(
-    case: Case, inputs: Mapping[str, Tensor], actual: Tensor, found: AdmissibleMoe, recipe: Recipe
-) -> list[PartVerdict]:
+def tensor_verdict(case: Case, whole: tuple[Any, ...], actual: Tensor, found: AdmissibleMoe) -> list[PartVerdict]:
     """``property:tensor`` where the recipe has a model of its errors: those of the whole output have its size."""
-    expected = expectation(*layer(case, inputs, recipe))
+    expected = expectation(*whole)
     if expected is None:
         return []
     doubt = torch.stack([radius for name, radius in found.radii.items() if name != "output_rounding"]).sum(0)

@@ -3,7 +3,8 @@
     x -> quantise -> W1 -> gate, up -> silu(gate) * up -> quantise -> W2 -> times weight, sum over experts -> output
 
 A stage's own error is bounded where it arises and carried on: linearly through the GEMMs and the sum, exactly (as an
-interval) through activation and requantisation. Memory is that of one expert's rows at a time.
+interval) through activation and requantisation. Weights are decoded one expert at a time, and activations are held for
+a few experts together (`ROWS`).
 
 **Attribution.** Behind the activation an element's radius splits into what the activation itself adds to a certain gate
 and up, and the rest, in the proportion in which input quantisation and FC1 share the radii of gate and up. Behind
@@ -18,7 +19,7 @@ within 24 bits of their sum, nothing is rounded at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,8 @@ STAGES = ("input_quantisation", "fc1", "activation", "requantisation", "fc2", "c
 """Where a radius may come from; ``output_rounding`` is the seventh."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEAST_NORMAL = 2.0**-126
+ROWS = {"cpu": 2**8, "cuda": 2**12}
+"""Tokens of experts whose intermediates are held together, by device type; experts with more are taken one by one."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,13 @@ class Parts:
     def of(cls, centre: Tensor) -> Parts:
         """Numbers without doubt."""
         return cls(centre, centre.new_zeros(len(STAGES), *centre.shape))
+
+    @classmethod
+    def joined(cls, some: Sequence[Parts]) -> Parts:
+        """Rows one after another."""
+        if len(some) == 1:
+            return some[0]
+        return cls(torch.cat([part.centre for part in some]), torch.cat([part.radii for part in some], dim=1))
 
     @property
     def total(self) -> Tensor:
@@ -114,33 +124,63 @@ def admissible_moe(
     answer = Parts.of(exact.new_zeros(tokens, hidden))
     size = torch.zeros_like(answer.centre)
     unit = torch.full((tokens, hidden), NOTHING, dtype=torch.int32, device=x.device)
-    for expert in torch.unique(ids[ids >= 0]).tolist():
-        rows, places = (ids == expert).nonzero(as_tuple=True)
-        factor = weights[rows, places].to(F64)[:, None]
-        terms = _expert(rows_of(entering, rows), factor, *experts(expert), config, recipe, scales[1])
-        if not config.weight_on_input:
-            terms = terms.times(factor)
-        if recipe.weighted_dtype != "fp32":
-            slip = gamma(1, U32) * (terms.centre.abs() + terms.total)
-            terms = terms.plus("combine", slip).stored(DTYPES[recipe.weighted_dtype], "combine")
-        if config.scaling != 1:
-            terms = terms.times(torch.full_like(factor, config.scaling))
-        answer.centre.index_add_(0, rows, terms.centre)
-        answer.radii.index_add_(1, rows, terms.radii)
-        size.index_add_(0, rows, terms.centre.abs() + terms.total)
-        unit[rows] = torch.minimum(unit[rows], least_bit(terms.centre))
+    for group in groups(ids):
+        factors = [weights[part.rows, part.places].to(F64)[:, None] for part in group]
+        first = [
+            _first(rows_of(entering, part.rows), factor, experts(part.expert)[0], config, recipe)
+            for part, factor in zip(group, factors, strict=True)
+        ]
+        h, low, high = activated(Parts.joined(first), config, recipe)
+        second = requantise(low, high, h.centre, config.scheme, config.sides[0], recipe, scales[1])
+        reach, start = _attributed(h, second.reach), 0
+        for part, factor in zip(group, factors, strict=True):
+            mine = slice(start, start + len(part.rows))
+            start = mine.stop
+            terms = _second(rows_of(second, mine), reach[:, mine], experts(part.expert)[1], recipe)
+            if not config.weight_on_input:
+                terms = terms.times(factor)
+            if recipe.weighted_dtype != "fp32":
+                slip = gamma(1, U32) * (terms.centre.abs() + terms.total)
+                terms = terms.plus("combine", slip).stored(DTYPES[recipe.weighted_dtype], "combine")
+            if config.scaling != 1:
+                terms = terms.times(torch.full_like(factor, config.scaling))
+            answer.centre.index_add_(0, part.rows, terms.centre)
+            answer.radii.index_add_(1, part.rows, terms.radii)
+            size.index_add_(0, part.rows, terms.centre.abs() + terms.total)
+            unit[part.rows] = torch.minimum(unit[part.rows], least_bit(terms.centre))
     return _answer(_combined(answer, size, unit, ids.shape[1], config), config.dtype, recipe)
 
 
-def rows_of(some: Uncertain, rows: Tensor) -> Uncertain:
+@dataclass(frozen=True)
+class Share:
+    """The tokens of an expert: numbers of their rows, and the places among the token's experts that name it."""
+
+    expert: int
+    rows: Tensor
+    places: Tensor
+
+
+def groups(ids: Tensor) -> Iterator[list[Share]]:
+    """The experts in use, in order, as many together as have `ROWS` tokens; one at least."""
+    limit, group, taken = ROWS.get(ids.device.type, ROWS["cpu"]), list[Share](), 0
+    for expert in torch.unique(ids[ids >= 0]).tolist():
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        if group and taken + len(rows) > limit:
+            yield group
+            group, taken = [], 0
+        group.append(Share(expert, rows, places))
+        taken += len(rows)
+    if group:
+        yield group
+
+
+def rows_of(some: Uncertain, rows: Tensor | slice) -> Uncertain:
     """Some of the rows."""
     return Uncertain(some.nominal.rows(rows), some.reach[rows], some.scales[rows])
 
 
-def _expert(
-    x: Uncertain, weight: Tensor, w1: Stored, w2: Stored, config: MoeConfig, recipe: Recipe, given: Tensor | None
-) -> Parts:
-    """One expert's outputs for its tokens, unweighted unless the weight is on the input."""
+def _first(x: Uncertain, weight: Tensor, w1: Stored, config: MoeConfig, recipe: Recipe) -> Parts:
+    """FC1 of one expert's tokens, times the weight where that is on the input."""
     first = product(x, w1, recipe, _staged(x.reach, "input_quantisation"))
     sums = Parts(first.centre, first.carried).plus("fc1", first.accumulation)
     if config.weight_on_input:
@@ -148,11 +188,12 @@ def _expert(
         # A rounding of each dequantised element or of the sum; a power of two rounds nothing.
         slip = first.size * weight.abs() * gamma(1, U32) + LEAST_NORMAL * (1 + first.weights)
         sums = sums.plus("fc1", torch.where(torch.frexp(weight)[0] == 0.5, 0.0, slip))
-    if recipe.fc1_dtype != "fp32":
-        sums = sums.stored(DTYPES[recipe.fc1_dtype], "fc1")
-    h, low, high = activated(sums, config, recipe)
-    second = requantise(low, high, h.centre, config.scheme, config.sides[0], recipe, given)
-    third = product(second, w2, recipe, _attributed(h, second.reach))
+    return sums if recipe.fc1_dtype == "fp32" else sums.stored(DTYPES[recipe.fc1_dtype], "fc1")
+
+
+def _second(h: Uncertain, reach: Tensor, w2: Stored, recipe: Recipe) -> Parts:
+    """FC2 of one expert's tokens. reach: of h by stage."""
+    third = product(h, w2, recipe, reach)
     found = Parts(third.centre, third.carried).plus("fc2", third.accumulation)
     return found if recipe.fc2_dtype == "fp32" else found.stored(DTYPES[recipe.fc2_dtype], "fc2")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from references.accumulators import SLACK, U32, U64
 from references.gemm_formats import Stored
 from references.moe.config import MoeConfig
-from references.moe.pipeline import F64, Parts, activated, rows_of
+from references.moe.pipeline import F64, Parts, activated, groups, rows_of
 from references.moe.requantise import requantise
 from references.recipes import Recipe
 from references.tensor_level import LEAST, Expectation
@@ -58,32 +58,39 @@ def expectation(
     entering = requantise(exact, exact, exact, config.scheme, config.sides[0], recipe, scales[0])
     centre, square, bias, size = (torch.zeros_like(exact) for _ in range(4))
     skipped = (entering.reach > 0).any(1)
-    for expert in torch.unique(ids[ids >= 0]).tolist():
-        rows, places = (ids == expert).nonzero(as_tuple=True)
-        factor = weights[rows, places].to(F64)[:, None]
-        w1, w2 = experts(expert)
-        mine = rows_of(entering, rows)
-        first, first_spread, first_bias = _sums(mine.nominal.values, w1, unit)
-        if config.weight_on_input:
-            first = first * factor
-            first_spread = first_spread * factor.abs() + U32 * first.abs()
-            first_bias = first_bias * factor.abs()
-        reach = SPREADS * first_spread + first_bias + 2.0**-126
-        h, low, high = activated(Parts.of(first).plus("fc1", reach), config, recipe)
+    for group in groups(ids):
+        factors = [weights[part.rows, part.places].to(F64)[:, None] for part in group]
+        before = [
+            _first(rows_of(entering, part.rows).nominal.values, factor, experts(part.expert)[0], config, unit)
+            for part, factor in zip(group, factors, strict=True)
+        ]
+        h, low, high = activated(Parts.joined(before), config, recipe)
         second = requantise(low, high, h.centre, config.scheme, config.sides[0], recipe, scales[1])
-        flips = (second.reach > FLIP * second.nominal.values.abs()).any(1)
-        skipped[rows] |= flips
-        found, spread, off = _sums(second.nominal.values, w2, unit, second.reach)
-        if not config.weight_on_input:
-            found, spread, off = found * factor, spread * factor.abs(), off * factor.abs()
-        centre.index_add_(0, rows, found)
-        square.index_add_(0, rows, spread * spread)
-        bias.index_add_(0, rows, off)
-        size.index_add_(0, rows, found.abs())
+        flips, start = (second.reach > FLIP * second.nominal.values.abs()).any(1), 0
+        for part, factor in zip(group, factors, strict=True):
+            mine = slice(start, start + len(part.rows))
+            start = mine.stop
+            skipped[part.rows] |= flips[mine]
+            found, spread, off = _sums(second.nominal.values[mine], experts(part.expert)[1], unit, second.reach[mine])
+            if not config.weight_on_input:
+                found, spread, off = found * factor, spread * factor.abs(), off * factor.abs()
+            centre.index_add_(0, part.rows, found)
+            square.index_add_(0, part.rows, spread * spread)
+            bias.index_add_(0, part.rows, off)
+            size.index_add_(0, part.rows, found.abs())
     combined = U32 * size * math.sqrt((ids.shape[1] + 3) / 3)
     total = (square + combined * combined + bias * bias).sqrt() * config.scaling
     looked = ~skipped[:, None] & (centre.abs() * config.scaling >= LEAST)
     return Expectation(centre * config.scaling, torch.where(looked, total, 0.0), bias * config.scaling)
+
+
+def _first(x: Tensor, factor: Tensor, w1: Stored, config: MoeConfig, unit: float) -> Parts:
+    """FC1's sums, within `SPREADS` of their spread."""
+    first, spread, off = _sums(x, w1, unit)
+    if config.weight_on_input:
+        first = first * factor
+        spread, off = spread * factor.abs() + U32 * first.abs(), off * factor.abs()
+    return Parts.of(first).plus("fc1", SPREADS * spread + off + 2.0**-126)
 
 
 def _sums(a: Tensor, b: Stored, unit: float, reach: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
