@@ -122,8 +122,13 @@ def environments(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
-    """Throughput of the references beside a memory copy and other libraries' references, in one run."""
+    """Throughput of the references beside a memory copy and other libraries' references, in one run.
+
+    Without arguments also one expert layer of DeepSeek-V3's size.
+    """
     python(session, "-m", "benchmarks.throughput", *session.posargs)
+    if not session.posargs:
+        python(session, "-m", "benchmarks.moe_layer")
 
 
 @nox.session(venv_backend="virtualenv", default=False)
