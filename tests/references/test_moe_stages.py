@@ -254,6 +254,8 @@ def scale_of(amax, case):
     """The exact scale of a block."""
     if amax == 0:
         return Fraction(1)
+    if case["scale"] == "fp32":
+        return rounded(amax / 448, torch.float32)
     if case["scale"] == "ceil":
         quotient = amax / 448
         exponent = math.floor(math.log2(quotient)) - 1
@@ -266,9 +268,20 @@ def scale_of(amax, case):
     return Fraction(2) ** (exponent - 8)
 
 
+def rounded(x, dtype):
+    return Fraction(float(round_to(torch.tensor([float(x)], dtype=F64), dtype)))
+
+
 def true_quantised(row, case, given):
     if case.variant in ("bf16", "w4a16"):
-        return [Fraction(float(round_to(torch.tensor([float(x)], dtype=F64), torch.bfloat16))) for x in row]
+        return [rounded(x, torch.bfloat16) for x in row]
+    if case.variant == "nvfp4":
+        found = []
+        for start in range(0, len(row), 16):
+            block = row[start : start + 16]
+            scale = nearest(max(map(abs, block)) / 6 / given, E4M3FN) * given
+            found += [nearest(x / scale, E2M1) * scale if scale else Fraction(0) for x in block]
+        return found
     if case.variant == "fp8_per_tensor":
         return [nearest(x / given, E4M3FN) * given for x in row]
     width = 128 if case.variant == "deepseek_fp8" else 32
@@ -323,10 +336,12 @@ def operand_values(weight):
 @pytest.mark.parametrize(
     ("variant", "scale"),
     [
+        ("deepseek_fp8", "fp32"),
         ("deepseek_fp8", "ceil"),
         ("mxfp8", "ceil"),
         ("mxfp8", "floor"),
         ("w4a8", "ceil"),
+        ("nvfp4", "e4m3"),
         ("w4a16", "none"),
         ("fp8_per_tensor", "fp32"),
         ("bf16", "none"),
