@@ -40,6 +40,9 @@ NORMAL_VALUES = (
 LARGEST_INTERPRETED = 256
 """Most rows and columns in the interpreter, where a block of a product takes some milliseconds."""
 
+MOST_INTERPRETED_GROUPS = 64
+"""Most groups there: the grid has a row of blocks for each of them, however few rows they hold."""
+
 
 def claims(max_size: int | None, capability: tuple[int, int] | None) -> Iterable[Claim]:
     """``deepseek_fp8``, ``bf16`` and ``fp16``. capability: of the GPU, None for the interpreter."""
@@ -47,6 +50,10 @@ def claims(max_size: int | None, capability: tuple[int, int] | None) -> Iterable
         return []
     side = LARGEST_INTERPRETED
     maxima = {} if max_size is None else {"m": side, "n": side, "k": max_size}
+    limits = {
+        "gemm": maxima,
+        "grouped_gemm": {} if max_size is None else {**maxima, "groups": MOST_INTERPRETED_GROUPS},
+    }
     kernels: list[tuple[str, str, Mapping[str, tuple[str, ...]]]] = [
         ("deepseek_fp8", "fp8_gemm_kernel", {}),
         ("bf16", "bf16_gemm_kernel", {"values": NORMAL_VALUES}),
@@ -54,7 +61,7 @@ def claims(max_size: int | None, capability: tuple[int, int] | None) -> Iterable
         ("fp16", "bf16_gemm_kernel", {}),
     ]
     return [
-        Claim(operation=operation, variant=variant, source=f"{SOURCE}: {kernel}", where=where, maxima=maxima)
+        Claim(operation=operation, variant=variant, source=f"{SOURCE}: {kernel}", where=where, maxima=limits[operation])
         for operation in OPERATIONS
         for variant, kernel, where in kernels
     ]

@@ -77,6 +77,18 @@ def test_on_hopper_a_product_and_an_fma_follow_each_tensor_core_dot(fusion: str,
     assert (bf16["mul"], bf16["fma"], bf16["add"]) == (0, 0, 0)
 
 
+def test_the_interpreter_claims_few_groups() -> None:
+    from conformance.backends import _triton_gemm_adapter as adapter
+    from fuzz.case import Case
+
+    many = "grouped_gemm fp16 v=1 grouping=contiguous_128 groups={} k=10 layout=plain m=1 n=38 out=bf16 scale=none"
+    interpreted, compiled = adapter.claims(512, None), adapter.claims(None, (9, 0))
+    for groups, few in ((64, True), (65, False), (4096, False)):
+        case = Case.parse(f"{many.format(groups)} values=subnormal seed=271452")
+        assert any(claim.refusal(case) is None for claim in interpreted) == few
+        assert any(claim.refusal(case) is None for claim in compiled)
+
+
 def _judge() -> None:
     from conformance.backends.triton_interpreter_corrected import backends
     from conformance.operations import OPERATIONS
