@@ -31,7 +31,7 @@ class HopperModel:
     name: of the backend. recipes: format -> the model that answers for it.
     """
 
-    pace = 0.75
+    pace = 0.8
 
     def __init__(self, name: str, recipes: Mapping[str, Recipe]) -> None:
         self.name = name
