@@ -128,6 +128,7 @@ def markdown(hunts: Sequence[Hunt], alarms: Sequence[Hunt], score: Score) -> str
         "check",
         *(NAMES[name] for name in CHECKS),
         "smaller case",
+        "elements that differ",
     ]
     lines += [_row(head), _row(["---"] * len(head))]
     for group in by_mutant(hunts):
@@ -135,7 +136,8 @@ def markdown(hunts: Sequence[Hunt], alarms: Sequence[Hunt], score: Score) -> str
         found = [item for item in group if item.caught]
         cells = [about.family, about.area, about.source, f"{len(found)} of {seeds}", str(worst.cases)]
         cells += [f"{worst.seconds:.2f}", worst.check or "-", *(seen(worst, name) for name in CHECKS)]
-        lines.append(_row([*cells, f"`{worst.smallest or worst.case}`" if worst.case else "-"]))
+        cells.append(f"`{worst.smallest or worst.case}`" if worst.case else "-")
+        lines.append(_row([*cells, f"{worst.differing} of {worst.elements}" if worst.smallest else "-"]))
     lines += [
         "",
         "A line that shows a row again: `nox -s repro -- 'CASE' --plugin conformance.mutant_backends --backend",

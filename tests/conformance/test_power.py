@@ -19,7 +19,6 @@ from conformance.operations import OPERATIONS
 from conformance.power import Hunt, hunt, shrunk
 from conformance.power_checks import CHECKS, seen_by
 from conformance.power_html import page
-from conformance.power_smaller import smaller
 from fuzz.case import Case
 from fuzz.inputs import build
 from fuzz.mutants import CONFORMANT, LEGAL, MUTANTS, PROBES
@@ -101,14 +100,9 @@ def test_a_catch_shrinks_to_a_smaller_case_that_is_caught_alike() -> None:
     found = shrunk(hunt(BY_FAMILY["gemm-trailing-scale-block-dropped"], 1))
     small = Case.parse(found.smallest)
     assert (small.integer("m"), small.integer("n"), small.integer("k") % 128 % 32, small.seed) == (1, 1, 0, 0)
+    assert 0 < found.differing <= 4
+    assert found.elements < 600
     assert shrunk(Hunt(mutant=CONFORMANT[0], seed=1, cases=1, seconds=0.0)).smallest == ""
-
-
-def test_smaller_cases_keep_what_matters() -> None:
-    case = Case.parse("scale_layout k_major v=1 cols=9 direction=unpack rows=40 values=nonfinite seed=7")
-    kept = smaller(case, lambda item: item.integer("rows") >= 5 and item["direction"] == "unpack")
-    assert kept.text == "scale_layout k_major v=1 cols=1 direction=unpack rows=5 values=index seed=0"
-    assert smaller(case, lambda item: True, tries=1).integer("cols") == 1
 
 
 def test_the_picture_has_a_cell_for_every_seed_and_check() -> None:
