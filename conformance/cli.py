@@ -66,11 +66,15 @@ def run(
     variant: Annotated[list[str] | None, _many("--format", "NAME", "Run this format, policy or layout only.")] = None,
     device: Devices = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cases for each operation x variant.")] = None,
+    least: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Claimed cases for each backend x operation x variant.")
+    ] = None,
     case: Annotated[list[str] | None, _many("--case", "TEXT", "Run this case.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Run the cases of a plan file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
     budget: Annotated[str | None, typer.Option(metavar="DURATION", help="Stop after this time, such as 60s.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers at a time; all CPUs if absent.")] = None,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Workers for each backend on a device.")] = 1,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/conformance"),
     plugin: Plugins = None,
     ledger: LedgerFile = ledgers.DEFAULT,
@@ -100,6 +104,7 @@ def run(
         raise UsageError(f"--shapes {shapes!r} is none of drawn, real, all")
     limits = Limits(
         jobs=jobs or _cpus(),
+        workers=workers,
         deadline=_parsed("--deadline", units.seconds, deadline),
         budget=None if budget is None else _parsed("--budget", units.seconds, budget),
         fail_fast=fail_fast,
@@ -110,6 +115,7 @@ def run(
         formats=tuple(variant or ()),
         devices=tuple(device or ()),
         cases=cases,
+        least=least,
         texts=tuple(case or ()),
         plan=plan,
         seed=seed,

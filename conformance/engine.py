@@ -1,7 +1,7 @@
 """The engine: runs every target over its share of a plan, judges the answers and journals the records.
 
-One thread drives each target's worker; answers are judged by a pool of oracle workers. What is recorded depends
-neither on the number of jobs nor on the order of the plan.
+One thread drives each worker; answers are judged by a pool of oracle workers. What is recorded depends neither on the
+number of jobs nor on the order of the plan; with several workers for a backend, neither do the cases it is called on.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SWEPT_SHARE = 0.25
 """Share of a backend's cases that is run again under each of its call options."""
 MAX_BEYOND = 24
 """Calls beyond the claims of one target on one operation x variant."""
+
+
+Dared = Mapping[Case, Claimed]
 
 
 class HarnessError(Exception):
@@ -124,6 +127,19 @@ class Target:
         claims = self._claims.get((case.operation, case.variant), [])
         return next((claimed for claim, claimed in claims if claim.dares(case)), None)
 
+    def dared(self, share: Sequence[Case]) -> Dared:
+        """The cases beyond the claims that are called all the same: the first `MAX_BEYOND` of each group."""
+        dared: dict[Case, Claimed] = {}
+        counted: Counter[tuple[str, str]] = Counter()
+        for case in share:
+            group = (case.operation, case.variant)
+            if group in self._claims and counted[group] < MAX_BEYOND and not self.covers(case):
+                claimed = self.beyond(case)
+                if claimed is not None:
+                    dared[case] = claimed
+                    counted[group] += 1
+        return dared
+
     def _offers(self, case: Case) -> bool:
         """Whether the claim that covers a case lists this target's options."""
         claimed = self.claimed(case)
@@ -150,9 +166,13 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """jobs: workers that run at a time. deadline, judge_deadline: seconds for one call. budget: seconds for the run."""
+    """jobs: workers that run at a time. workers: those among which each backend's cases on a device are divided.
+
+    deadline, judge_deadline: seconds for one call. budget: seconds for the run.
+    """
 
     jobs: int = 1
+    workers: int = 1
     deadline: float = 30.0
     judge_deadline: float = 600.0
     budget: float | None = None
@@ -259,11 +279,7 @@ class Engine:
         todo = [(target, case) for target, share in zip(self._targets, shares, strict=True) for case in share]
         self._progress.start(sum(target.key(case) not in done and target.covers(case) for target, case in todo))
         self._ends = math.inf  # until the first call
-        work: dict[tuple[str, str], list[tuple[Target, Sequence[Case]]]] = {}
-        for target, share in zip(self._targets, shares, strict=True):
-            name = target.description.backend, target.description.device
-            work.setdefault(name, []).append((target, share))
-        drivers = [_Driver(self, mine, done) for mine in work.values()]
+        drivers = self._drivers(shares, done)
         threads = [Thread(target=self._guarded, args=(driver.drive,), daemon=True) for driver in drivers]
         try:
             for thread in threads:
@@ -298,6 +314,20 @@ class Engine:
             stopped=self._stopped,
             left_out={name: count for name, count in left_out.items() if count},
         )
+
+    def _drivers(self, shares: Sequence[Sequence[Case]], done: frozenset[Key]) -> list[_Driver]:
+        """``Limits.workers`` for each backend on a device, each with every so manieth of its targets' cases."""
+        work: dict[tuple[str, str], list[tuple[Target, Sequence[Case], Dared]]] = {}
+        for target, share in zip(self._targets, shares, strict=True):
+            name = target.description.backend, target.description.device
+            work.setdefault(name, []).append((target, share, target.dared(share)))
+        drivers = []
+        for targets in work.values():
+            deaths: Counter[tuple[str, str]] = Counter()
+            for turn in range(min(self.limits.workers, max(len(share) for _, share, _ in targets))):
+                mine = [(target, share[turn :: self.limits.workers], dared) for target, share, dared in targets]
+                drivers.append(_Driver(self, mine, done, deaths))
+        return drivers
 
     def stop(self, why: str) -> None:
         """Let nothing new start; the first reason counts."""
@@ -385,21 +415,28 @@ class _Calls:
 
 
 class _Driver:
-    """Drives one worker through the shares of a backend's targets on a device, one target after another."""
+    """Drives one worker through its part of the shares of a backend's targets on a device, one target after another.
 
-    def __init__(self, engine: Engine, work: Sequence[tuple[Target, Sequence[Case]]], done: frozenset[Key]) -> None:
-        self._engine, self._work, self._done = engine, work, done
-        self._target = work[0][0]
+    deaths: of all of the backend's workers on the device.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        work: Sequence[tuple[Target, Sequence[Case], Dared]],
+        done: frozenset[Key],
+        deaths: Counter[tuple[str, str]],
+    ) -> None:
+        self._engine, self._work, self._done, self._deaths = engine, work, done, deaths
+        self._target, _, self._dared = work[0]
         self._worker: BackendWorker | None = None
         self._before = 0
-        self._deaths: Counter[tuple[str, str]] = Counter()
-        self._dared: Counter[tuple[str, str]] = Counter()
 
     def drive(self) -> None:
         """Settle one case after the other until the engine stops."""
         try:
-            for target, share in self._work:
-                self._target = target
+            for target, share, dared in self._work:
+                self._target, self._dared = target, dared
                 for case in share:
                     if self._engine.stopping():
                         return
@@ -420,10 +457,9 @@ class _Driver:
             return
         claimed = target.claimed(case)
         group = (case.operation, case.variant)
-        dared = target.beyond(case) if isinstance(claimed, str) and self._dared[group] < MAX_BEYOND else None
+        dared = self._dared.get(case) if isinstance(claimed, str) else None
         reason = claimed if isinstance(claimed, str) and dared is not None else ""
         claimed = dared or claimed
-        self._dared[group] += dared is not None
         subject = self._subject(case, claimed)
         if isinstance(claimed, str):
             engine.settle(target, [verdicts.unsupported(subject, claimed)])

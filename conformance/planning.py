@@ -64,10 +64,17 @@ def read(path: Path) -> list[Case]:
         raise UsageError(f"--plan {error}") from None
 
 
-def draw(chosen: Sequence[Group], descriptions: Sequence[Description], seed: int, cases: int | None) -> list[Case]:
+def draw(
+    chosen: Sequence[Group],
+    descriptions: Sequence[Description],
+    seed: int,
+    cases: int | None,
+    least: int | None = None,
+) -> list[Case]:
     """Draw a plan with every group that some backend claims in turn.
 
-    cases: for each group; None for the default, topped up to `LEAST`.
+    cases: for each group; None for the default, topped up to `LEAST`. least: claimed cases that each group x backend
+    gets at least.
     """
     claimed = {(item.claim["operation"], item.claim["variant"]) for about in descriptions for item in about.claims}
     chosen = [group for group in chosen if group in claimed] or chosen
@@ -81,7 +88,12 @@ def draw(chosen: Sequence[Group], descriptions: Sequence[Description], seed: int
         )
     ]
     if cases is None:
-        plan = [*plan, *_top_up(plan, chosen, descriptions)]
+        by_operation: dict[str, list[Group]] = {}
+        for group in chosen:
+            by_operation.setdefault(group[0], []).append(group)
+        plan = [*plan, *_top_up(plan, list(by_operation.values()), descriptions, LEAST)]
+    if least is not None:
+        plan = [*plan, *_top_up(plan, [[group] for group in chosen], descriptions, least)]
     return interleaved(dict.fromkeys(plan))
 
 
@@ -118,25 +130,31 @@ def digest(plan: Iterable[Case]) -> str:
     return hashlib.sha256("".join(f"{case.text}\n" for case in plan).encode()).hexdigest()
 
 
-def _top_up(plan: Sequence[Case], chosen: Sequence[Group], descriptions: Sequence[Description]) -> list[Case]:
-    """Cases for the backends that claim fewer than `LEAST` of an operation: cases of the plan, bent to their claims."""
+def _top_up(
+    plan: Sequence[Case], classes: Sequence[Sequence[Group]], descriptions: Sequence[Description], least: int
+) -> list[Case]:
+    """Cases of the plan bent to the claims of backends that claim fewer than ``least`` of a class of groups."""
     added: dict[Case, None] = {}
+    pools: dict[Group, list[Case]] = {}
+    for case in plan:
+        pools.setdefault((case.operation, case.variant), []).append(case)
     for description in sorted(descriptions, key=lambda item: (item.backend, item.device)):
         claims = [Claim.from_json(item.claim) for item in description.claims]
-        for operation in dict.fromkeys(operation for operation, _ in chosen):
-            mine = [claim for claim in claims if claim.operation == operation and (operation, claim.variant) in chosen]
-            pool = [case for case in (*plan, *added) if case.operation == operation]
-            lacking = LEAST - sum(any(claim.refusal(case) is None for claim in mine) for case in pool)
-            if mine and lacking > 0:
-                fresh = (case for case in _bent(pool, mine) if case not in added)
-                added |= dict.fromkeys(islice(fresh, lacking))
+        for groups in classes:
+            mine = [claim for claim in claims if (claim.operation, claim.variant) in groups]
+            pool = [case for group in groups for case in pools.get(group, ())]
+            lacking = least - sum(any(claim.refusal(case) is None for claim in mine) for case in pool) if mine else 0
+            if lacking > 0:
+                for case in islice(_bent(pool, mine, least), lacking):
+                    added[case] = None
+                    pools[case.operation, case.variant].append(case)
     return list(added)
 
 
-def _bent(pool: Sequence[Case], claims: Sequence[Claim]) -> Iterator[Case]:
+def _bent(pool: Sequence[Case], claims: Sequence[Claim], turns: int) -> Iterator[Case]:
     """Distinct cases that the claims cover, each claim in turn, as many as can be had."""
     known = set(pool)
-    for turn in range(1, 1 + LEAST):
+    for turn in range(1, 1 + turns):
         before = len(known)
         for claim in claims:
             for number, case in enumerate(item for item in pool if item.variant == claim.variant):

@@ -48,6 +48,7 @@ class Settings:
     formats: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     cases: int | None = None
+    least: int | None = None
     texts: tuple[str, ...] = ()
     plan: Path | None = None
     seed: int = 0
@@ -109,7 +110,9 @@ def prepare(settings: Settings, asked: Asked, ledger: Ledger, fleet: Fleet) -> t
 
 def planned(settings: Settings, chosen: list[planning.Group], descriptions: list[Description]) -> list[Case]:
     """The plan where no cases are given: drawn, of real shapes, or both. Raises `UsageError`."""
-    drawn = [] if settings.shapes == "real" else planning.draw(chosen, descriptions, settings.seed, settings.cases)
+    drawn = []
+    if settings.shapes != "real":
+        drawn = planning.draw(chosen, descriptions, settings.seed, settings.cases, settings.least)
     real = planning.real(chosen, descriptions) if settings.shapes != "drawn" else ()
     return list(dict.fromkeys((*_replayed(settings, chosen, descriptions), *drawn, *real)))
 
@@ -369,6 +372,7 @@ def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Tar
         "problems": [],
         "plugins": list(settings.plugins),
         "jobs": settings.limits.jobs,
+        "workers": settings.limits.workers,
         "deadline": settings.limits.deadline,
         "sweep": settings.sweep,
         "budget": settings.limits.budget,

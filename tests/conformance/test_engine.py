@@ -155,6 +155,27 @@ def test_neither_jobs_nor_order_changes_the_records(tmp_path: Path) -> None:
     assert {record.to_line() for record in backwards} == {line for line in seen[0] if '"backend":"c"' not in line}
 
 
+def test_several_workers_share_the_cases_of_a_backend_and_record_the_same(tmp_path: Path) -> None:
+    def moody(case: Case, poison: str, before: int) -> CallReply:
+        return wrong(case, poison, before) if case.seed == 1 else right(case, poison, before)
+
+    seen = []
+    for workers, started in ((1, 1), (3, 3), (100, len(PLAN))):
+        FakeWorker.started = 0
+        records, result = execute(tmp_path, [target("a", moody)], jobs=4, workers=workers)
+        assert FakeWorker.started == started
+        assert (result.planned, result.settled) == (len(PLAN), len(PLAN))
+        seen.append(sorted(record.to_line() for record in records))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_deaths_count_for_all_workers_of_a_backend(tmp_path: Path) -> None:
+    plan = [PLAN[0].replace(seed=seed) for seed in range(40)]
+    targets = [target("a", lambda *_: CallReply(status="hang"))]
+    records, _ = execute(tmp_path, targets, plan, jobs=1, workers=2)
+    assert verdict_counts(records)["hang"] <= 6  # the second worker may be in the middle of its call
+
+
 def test_what_is_not_claimed_is_recorded_and_never_called(tmp_path: Path) -> None:
     claims = [Claim(operation="ue8m0", variant="ceil", source="s", maxima={"n": 2})]
     records, _ = execute(tmp_path, [target("a", lambda *_: pytest.fail("called"), claims=claims)])

@@ -100,6 +100,16 @@ def test_each_backend_gets_enough_of_each_operation_whatever_it_claims() -> None
     assert plan != planning.draw(chosen, subjects, 2, None)
 
 
+def test_each_backend_gets_the_least_of_each_format_that_is_asked_for() -> None:
+    narrow = claim(where={"scale": ("floor",), "stride": ("contiguous",)}, multiples={"k": 64})
+    other = claim("mxfp4", where={"stride": ("padded",)})
+    chosen = [("quantize", "mxfp8"), ("quantize", "mxfp4")]
+    plan = planning.draw(chosen, [description("narrow", narrow, other)], 1, 10, least=60)
+    assert len(plan) == len(set(plan))
+    assert sum(narrow.refusal(case) is None for case in plan) == 60
+    assert sum(other.refusal(case) is None for case in plan) == 60
+
+
 def test_a_slow_backend_gets_its_share_of_enough() -> None:
     subject = replace(description("slow", claim(where={"scale": ("floor",)})), pace=0.5)
     plan = planning.draw([("quantize", "mxfp8")], [subject], 1, None)
