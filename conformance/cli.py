@@ -34,6 +34,8 @@ SEED = 20261130
 """The seed of a plan unless another is given: the same on every machine and day."""
 MEMORY_LIMIT = "8GiB"
 DEADLINE = "30s"
+SHRINK = "60s"
+"""For making the failures of a run smaller."""
 WIDTH = 160
 """Columns of a table where the output is no terminal."""
 
@@ -90,7 +92,8 @@ def run(
     corpus: Annotated[
         str, typer.Option(metavar="DIR|none", help="Kept cases, replayed first; corpus beside --out if absent.")
     ] = "",
-    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making failures smaller; 0s for none.")] = "60s",
+    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making failures smaller; 0s for none.")] = SHRINK,
+    gates: Annotated[list[str] | None, _many("--gates", "LIBRARY", "Also ask its architecture gates, first.")] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first unexplained failure.")] = False,
 ) -> int:
     """Run every operation against every backend at hand and write the reports."""
@@ -127,6 +130,7 @@ def run(
         corpus=None if corpus == "none" else Path(corpus) if corpus else out.parent / "corpus",
         shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
         sweep=sweep,
+        gates=tuple(gates or ()),
         shapes=shapes,
         limits=limits,
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
@@ -152,6 +156,10 @@ def fuzz(
     no_ledger: NoLedger = False,
     deadline: Deadline = DEADLINE,
     memory_limit: Memory = MEMORY_LIMIT,
+    corpus: Annotated[
+        str, typer.Option(metavar="DIR|none", help="Kept cases, tried first; corpus beside --out if absent.")
+    ] = "",
+    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making failures smaller; 0s for none.")] = SHRINK,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first unexplained failure.")] = False,
 ) -> int:
     """Search for failures with ever new cases, towards the edge of what is admissible, and write the reports."""
@@ -166,6 +174,8 @@ def fuzz(
         out=out,
         plugins=tuple(plugin or ()),
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        corpus=None if corpus == "none" else Path(corpus) if corpus else out.parent / "corpus",
+        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
         limits=Limits(
             jobs=jobs or _cpus(),
             deadline=_parsed("--deadline", units.seconds, deadline),

@@ -23,7 +23,7 @@ from reports.record import Record, RecordError
 TOOL = "blockscale-conformance"
 RECORDS, RUN, LOGS, PLAN, LAUNCHED = "records.jsonl", "run.json", "logs", "plan.txt", "launched.jsonl"
 DERIVED = ("results.parquet", "results.csv", "report.md", "report.html", "junit.xml")
-FOLDERS = ("capsules", "sanitizer")
+FOLDERS = ("capsules", "gating", "sanitizer")
 """Folders that a run fills and the next one removes."""
 OWN = (RECORDS, RUN, LOGS, PLAN, LAUNCHED, *DERIVED, *FOLDERS)
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp\Z")  # see reports.files

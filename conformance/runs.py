@@ -40,7 +40,7 @@ class Settings:
     """What the command line asks for; see ``conformance.cli`` for the meaning of each option.
 
     corpus: a folder of kept cases beside those that ship; no case is replayed if None. shrink: seconds for making
-    failures smaller.
+    failures smaller. gates: libraries whose architecture gates are asked first, and are a section of the reports.
     """
 
     backends: tuple[str, ...] = ()
@@ -60,6 +60,7 @@ class Settings:
     corpus: Path | None = None
     shrink: float = 0.0
     sweep: str = sweeps.ALL
+    gates: tuple[str, ...] = ()
     shapes: str = "drawn"
     limits: Limits = field(default_factory=Limits)
     command: str = ""
@@ -68,6 +69,7 @@ class Settings:
 def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     """Run and return the exit code. Raises `UsageError`, `JournalError` or `HarnessError`."""
     asked = ask(settings)
+    _check_gates(settings)
     out = OutDirectory(settings.out)
     fleet = Fleet(settings.plugins, settings.out / journal.LOGS, settings.memory_limit)
     try:
@@ -77,6 +79,13 @@ def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     finally:
         fleet.close()
         out.close()
+
+
+def _check_gates(settings: Settings) -> None:
+    if settings.gates:
+        from conformance.gating import command
+
+        command.check_libraries("--gates", settings.gates)
 
 
 Asked = tuple[list[planning.Group], list[Case]]
@@ -172,6 +181,7 @@ class Run:
         self._out.clear(self._description, resume=settings.resume)
         plans.write_plan(out / journal.PLAN, self._plan)
         self._say_first(planned=drive is None)
+        self._ask_gates()
         book = Journal(out, kept)
         oracles = Oracles(start_oracle, settings.limits.jobs, settings.limits.judge_deadline)
         name, progress = self._description["run"], progress_on(self._console)
@@ -193,6 +203,23 @@ class Run:
             oracles.close()
             book.close()
         return self._finish(book.records, result, start_oracle)
+
+    def _ask_gates(self) -> None:
+        """Architecture gates: a section of the reports, and a problem of the run where they disagree."""
+        if not self._settings.gates:
+            return
+        from conformance.gating import command, section
+
+        out = self._out.path / command.FOLDER
+        result = command.survey(command.Settings(libraries=self._settings.gates), self._console)
+        command.write(result, out)
+        self._description["sections"] = [section.section(result, "Architecture gates").to_json()]
+        for finding in result.disagreements:
+            self._say(command.line(finding))
+            self._say(f"    {finding.repro}")
+        if count := len(result.disagreements):
+            what = f"{count} disagreement{'s' * (count > 1)}"
+            self._description["problems"] = [f"architecture gates: {what}, see {command.FOLDER}/gating.md"]
 
     def _kept(self) -> list[Record]:
         out = self._out.path
@@ -287,7 +314,7 @@ def concluded(
 
     description: as `describe_run` gave it. targets: with the ledger's entries that the run was to prove.
     """
-    problems = _problems(targets, records, result)
+    problems = [*description["problems"], *_problems(targets, records, result)]
     executed = any(record.verdict != "unsupported" for record in records)
     unexplained = any(record.failing and not record.ledger_id for record in records)
     code = FAILED if problems or unexplained else OK if executed else USAGE

@@ -76,6 +76,7 @@ def render(summary: Summary) -> str:
         failures=tables.failures(summary, causes=CAUSES, rows=ROWS, most=MOST),
         kept=kept(summary.run),
         known=tables.known(summary),
+        sections=summary.sections,
         unclaimed=tables.unclaimed(summary),
         backends=tables.backends(summary),
         facts=tables.facts(summary),

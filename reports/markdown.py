@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from reports import tables, text
 from reports.kept import kept
+from reports.sections import Section
 from reports.summary import Summary, lines
 
 LIMIT = 900_000
@@ -48,6 +49,7 @@ def render(summary: Summary, limit: int = LIMIT) -> str:
         _kept(summary),
         _known(summary),
         _absent(summary),
+        *(section_lines(section) for section in summary.sections),
         _backends(summary),
         _run(summary),
         _words(),
@@ -199,6 +201,22 @@ def _absent(summary: Summary) -> list[str]:
         said += ["<details>", f"<summary>Not claimed: {text.plural(summary.counts['unsupported'], 'call')}</summary>"]
         said += ["", *table(head, cells2, "llllr"), "", "</details>", ""]
     return said
+
+
+def section_lines(section: Section, level: int = 2) -> list[str]:
+    """A section that was taken over; folded tables only below the first level of a page."""
+    marks, said = "#" * level, [f"{'#' * level} {plain(section.title)}", "", plain(section.headline), ""]
+    for item in section.tables:
+        cells = [
+            [code(cell) if place in (*item.code, *item.lines) else plain(cell) for place, cell in enumerate(row)]
+            for row in item.rows
+        ]
+        body = [*(f"{plain(note)}.  " for note in item.notes), *[""] * bool(item.notes), *table(item.head, cells), ""]
+        if item.folded and level > 1:
+            said += ["<details>", f"<summary>{plain(item.title)}</summary>", "", *body, "</details>", ""]
+        else:
+            said += [f"{marks}# {plain(item.title)}", "", *body] if item.title else body
+    return said + [line for note in section.notes for line in (plain(note), "")]
 
 
 def _backends(summary: Summary) -> list[str]:

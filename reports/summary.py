@@ -11,6 +11,7 @@ from reports import text
 from reports.frame import order
 from reports.groups import FAIL, KNOWN, PASS, REFUSED, STATUSES, UNSUPPORTED, Call, Group, calls_by_group
 from reports.record import FAILING, Record
+from reports.sections import Section, sections
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Summary:
 
     unclaimed: all groups with unsupported calls, judged or not. problems: one line each, each turns the run red.
     not_run, left_out: (what, why), wholly and in part. cases: distinct ones that were called. reached: those and the
-    ones that nobody claims. planned: as the run says.
+    ones that nobody claims. planned: as the run says. sections: what the run took over from elsewhere.
     """
 
     run: Mapping[str, Any]
@@ -50,6 +51,7 @@ class Summary:
     planned: int | None
     complete: bool
     models: Mapping[str, str] = field(default_factory=dict)
+    sections: tuple[Section, ...] = ()
 
     @property
     def executed(self) -> int:
@@ -117,6 +119,7 @@ def summarise(records: Iterable[Record], run: Mapping[str, Any]) -> Summary:
         planned=planned if isinstance(planned, int) else None,
         complete=bool(run.get("complete", True)),
         models={text.line(entry.get("device")): text.line(entry.get("device_name")) for entry in entries},
+        sections=sections(run),
     )
 
 
@@ -141,6 +144,7 @@ def lines(summary: Summary) -> list[str]:
     if summary.counts[UNSUPPORTED]:
         said[-1] += f" {text.plural(summary.counts[UNSUPPORTED], 'call was', 'calls were')} not made: not claimed."
     said += [f"On {item}" for item in ran_on(summary)]
+    said += [f"{section.title}: {section.headline}" for section in summary.sections]
     for entry in summary.known:
         said.append(known_line(entry))
     for name, reason in summary.not_run:

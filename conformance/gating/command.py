@@ -26,12 +26,15 @@ from conformance.gating.model import (
     numbers,
 )
 from conformance.gating.observed import observe
+from conformance.gating.result import Result, headline
 from conformance.gating.rules import findings, without_subject
 from conformance.gating.rules_truth import fake_against_real, from_truth
 from conformance.gating.truth import CALLED, called, device_architecture
 from conformance.gating.truth_backends import backends_called
 
 AGREE, DISAGREE = 0, 1
+FOLDER = "gating"
+"""Of a run of every operation that also asks the gates: where their files go, under its own."""
 AT_A_TIME = 2
 """Libraries that are asked at a time, each in a child process."""
 ON_DEVICE = ("flashinfer", "torch")
@@ -54,9 +57,34 @@ class Settings:
 
 def gating(settings: Settings, console: Console) -> int:
     """Run the comparison and return 0 or 1. Raises UsageError."""
-    for name in settings.libraries:
+    check_libraries("--library", settings.libraries)
+    result = survey(settings, console)
+    paths = write(result, settings.out)
+    _summarise(table.markdown(result))
+    _show(result, console)
+    for path in paths:
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    unseen = settings.strict and (result.gaps or result.unseen_claims or result.unexplained_changes)
+    return DISAGREE if result.disagreements or unseen else AGREE
+
+
+def check_libraries(option: str, names: Sequence[str]) -> None:
+    """Raises UsageError for a name that is no library."""
+    for name in names:
         if name not in LIBRARIES:
-            raise UsageError(f"--library {name!r} is none of {', '.join(LIBRARIES)}")
+            raise UsageError(f"{option} {name!r} is none of {', '.join(LIBRARIES)}")
+
+
+def write(result: Result, out: Path) -> list[Path]:
+    """The files of `gating`; their paths. Raises UsageError."""
+    try:
+        return table.write(result, out)
+    except OSError as error:
+        raise UsageError(f"{out}: {error.strerror or error}") from None
+
+
+def survey(settings: Settings, console: Console) -> Result:
+    """Ask, compare and, on a device, call. Raises UsageError."""
     for sm in settings.sms:
         if sm not in ARCHITECTURES:
             raise UsageError(f"--sm {sm} is none of {', '.join(map(str, ARCHITECTURES))}")
@@ -96,17 +124,7 @@ def gating(settings: Settings, console: Console) -> int:
         for finding in called_for
         if finding.library == part.library
     ]
-    result = table.Result(tuple(parts), expected, tuple(found), tuple(truths), between)
-    try:
-        paths = table.write(result, settings.out)
-    except OSError as error:
-        raise UsageError(f"{settings.out}: {error.strerror or error}") from None
-    _summarise(table.markdown(result))
-    _show(result, console)
-    for path in paths:
-        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
-    unseen = settings.strict and (result.gaps or result.unseen_claims or result.unexplained_changes)
-    return DISAGREE if result.disagreements or unseen else AGREE
+    return Result(tuple(parts), expected, tuple(found), tuple(truths), between)
 
 
 def _between(
@@ -161,24 +179,25 @@ def _called(settings: Settings, part: Observed, truths: list[Truth], more: list[
     return part
 
 
-def _show(result: table.Result, console: Console) -> None:
+def _show(result: Result, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     for finding in result.findings:
-        say(_line(finding))
+        say(line(finding))
         if not finding.explained:
             say(f"    {finding.repro}")
     for change in result.changes:
-        say(_line(change, "explained" if change.explained else "changed"))
+        say(line(change, "explained" if change.explained else "changed"))
     for gap in result.gaps:
         say(f"not observed: {gap.library}{f' on SM{gap.sm}' if gap.sm else ''}: {gap.reason}")
     if result.unseen_claims:
         say(f"not observed: {result.unseen_claims} published claims, whose gates cannot tell on this machine")
-    say(table.headline(result))
+    say(headline(result))
 
 
-def _line(finding: Finding, mark: str = "") -> str:
+def line(finding: Finding, mark: str = "") -> str:
+    """A finding in a line, without what shows it again."""
     mark = mark or ("known" if finding.explained else "DISAGREE")
     why = finding.explained or finding.source
     said = f"{mark} {finding.rule}: {finding.library} {finding.what} on {numbers(finding.sms)}: {finding.message}"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 
 from conformance import runs
 from conformance.cli import main
+from conformance.gating import command
+from conformance.gating.model import Gate, Observation, Observed
 from conformance.journal import read_records
 from conformance.messages import CallReply
 from fuzz.case import Case
@@ -289,3 +291,43 @@ def test_the_reports_are_made_again_from_the_records(
     assert {name: (tmp_path / "out" / name).read_bytes() for name in before} == before
     assert main(["report", str(tmp_path)]) == 2
     assert capfd.readouterr().err.startswith("conformance: ")
+
+
+def test_gates_are_a_section_of_the_reports_and_a_disagreement_is_a_problem(
+    run: Run, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def observe(library: str, sms: Sequence[int], **_: Any) -> Observed:
+        answers = {sm: "no" if sm < 120 else {120: "yes", 121: other}[sm] for sm in sms}
+        rows = [
+            Observation(library=library, subject="Runner", variant="AxB", sm=sm, gates=(Gate("config", answer),))
+            for sm, answer in answers.items()
+        ]
+        return Observed(library=library, version="9.9", observations=tuple(rows))
+
+    monkeypatch.setattr(command, "observe", observe)
+    fakes.offer(lib=fakes.right)
+    other = "yes"
+    code, out, _ = run("--gates", "flashinfer")
+    assert code == 0
+    assert "Architecture gates: AGREE: 10 answers, 0 disagreements" in out
+    other = "no"
+    code, out, _ = run("--gates", "flashinfer")
+    assert code == 1
+    assert "DISAGREE same-family: flashinfer Runner AxB on SM120, SM121: SM120 yes, SM121 no" in out
+    assert "Problem: architecture gates: 1 disagreement, see gating/gating.md" in out
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert page.startswith("# ❌ NOT CONFORMANT: 1 problem")
+    assert "`python -m conformance gating --library flashinfer --subject Runner --sm 120 --sm 121`" in page
+    assert "| `Runner` | AxB | - | - | - | - | - | - | - | - | yes ✗ | - ✗ |" in page
+    assert (tmp_path / "out" / "gating" / "gating.csv").exists()
+    assert main(["report", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "report.md").read_text() == page
+    assert run()[0] == 0  # and without the option nothing of it is left
+    assert not (tmp_path / "out" / "gating").exists()
+
+
+def test_gates_of_no_library_are_a_usage_error(run: Run, fakes: Any) -> None:
+    fakes.offer(lib=fakes.right)
+    code, _, err = run("--gates", "flashinfr")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--gates 'flashinfr' is none of flashinfer" in err

@@ -1,0 +1,132 @@
+"""The gates as a section of a report: disagreements first, then what calls came to, then one table a library."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from conformance.gating.model import Finding, Observation, Observed, numbers
+from conformance.gating.result import MARKS, WORDS, Result, headline, status
+from reports.sections import Section, Table
+from reports.text import line
+
+LEGEND = (
+    "`yes` admits, `-` refuses, `?` cannot be told on this machine, `raises` neither; ✓ as published, ✗ disagrees, "
+    "! disagrees and is explained; no mark: no published claim."
+)
+
+
+def section(result: Result, title: str = "Architecture gating") -> Section:
+    """All that a run of `gating` knows, for people."""
+    known = [finding for finding in result.findings if finding.explained]
+    unseen = bool(result.gaps or result.unseen_claims)
+    tables = [
+        *_findings("Disagreements", result.disagreements),
+        *_findings("Known disagreements", known),
+        *_findings("Changed from the other version", result.changes),
+        *_truths(result),
+        *_not_observed(result),
+    ]
+    for part in result.observed:
+        if part.observations:
+            tables += [_library(result, part), *_facts(part)]
+    return Section(
+        title=title,
+        headline=headline(result),
+        tone="bad" if result.disagreements else "warn" if known or unseen else "ok",
+        tables=tuple(tables),
+        notes=(LEGEND.replace("`", ""),),
+    )
+
+
+def _findings(title: str, findings: Sequence[Finding]) -> list[Table]:
+    rows = [
+        (
+            finding.rule,
+            finding.library,
+            finding.what,
+            numbers(finding.sms),
+            finding.message,
+            finding.explained or finding.source,
+            finding.repro,
+        )
+        for finding in findings
+    ]
+    head = ("rule", "library", "what", "where", "disagreement", "source or reason", "shows it again")
+    return [Table(title=title, head=head, rows=tuple(rows), code=(2,), lines=(6,))] if rows else []
+
+
+def _truths(result: Result) -> list[Table]:
+    """What calls came to on the device at hand, rows with the same joined."""
+    answers = {
+        (item.library, item.subject, item.variant, item.sm): item.answer
+        for part in result.observed
+        for item in part.observations
+    }
+    same: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for truth in result.truths:
+        gate = WORDS.get(answers.get((truth.library, truth.subject, truth.variant, truth.sm), "unknown"), "?")
+        key = (truth.library, truth.subject, f"SM{truth.sm}", gate, truth.outcome, truth.detail)
+        same[key].append(f"{truth.variant} ({truth.calls})")
+    rows = [
+        (library, subject, ", ".join(variants), sm, gate, outcome, line(detail, 200))
+        for (library, subject, sm, gate, outcome, detail), variants in same.items()
+    ]
+    head = ("library", "subject", "variants (calls)", "device", "gate", "calls came to", "what was said")
+    return [Table(title="Truth on the device at hand", head=head, rows=tuple(rows), code=(1,))] if rows else []
+
+
+def _not_observed(result: Result) -> list[Table]:
+    """Gaps, and gates that cannot tell, joined where they say the same but for the architecture."""
+    where: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for part in result.observed:
+        for gap in part.gaps:
+            where[gap.library, "", gap.reason] += [gap.sm] if gap.sm else []
+        for item in part.observations:
+            if item.answer == "unknown":
+                where[item.library, item.subject, item.detail.replace(f"SM{item.sm}", "the architecture")].append(
+                    item.sm
+                )
+    subjects: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (library, subject, reason), sms in where.items():
+        subjects[library, reason, numbers(sms) or "all"].append(subject)
+    rows = [
+        (library, ", ".join(filter(None, names)), sms, line(reason, 240))
+        for (library, reason, sms), names in subjects.items()
+    ]
+    head = ("library", "what", "where", "reason")
+    return [Table(title="Not observed here", head=head, rows=tuple(rows), folded=True)] if rows else []
+
+
+def _library(result: Result, part: Observed) -> Table:
+    sms = sorted({item.sm for item in part.observations})
+    cells: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    answers: dict[tuple[str, str], dict[int, Observation]] = defaultdict(dict)
+    for item in part.observations:
+        answers[item.subject, item.variant][item.sm] = item
+    for (subject, variant), by_sm in answers.items():
+        shown = tuple(_cell(result, part, by_sm.get(sm)) for sm in sms)
+        cells[subject, shown].append(variant)
+    return Table(
+        title=f"{part.library} {part.version}",
+        head=("subject", "variants", *(f"SM{sm}" for sm in sms)),
+        rows=tuple((subject, ", ".join(variants), *shown) for (subject, shown), variants in cells.items()),
+        code=(0,),
+        folded=True,
+        notes=part.notes,
+    )
+
+
+def _cell(result: Result, part: Observed, item: Observation | None) -> str:
+    return "" if item is None else WORDS[item.answer] + MARKS.get(status(result, part, item), "")
+
+
+def _facts(part: Observed) -> list[Table]:
+    """What compiled code is made of, joined over architectures with the same."""
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for item in part.observations:
+        if item.facts:
+            found[item.subject, item.facts].append(item.sm)
+    rows = tuple((subject, numbers(sms), ", ".join(facts)) for (subject, facts), sms in found.items())
+    head = ("kernel", "where", "found in its PTX")
+    return [Table(title=f"{part.library}: compiled code", head=head, rows=rows, code=(0,), folded=True)] if rows else []
