@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance import journal, planning, runs, sides
+from conformance import discover, journal, planning, runs, sides
 from conformance.discover import UsageError
 from conformance.engine import Engine, HarnessError, Limits, Oracles, Target
 from conformance.journal import Journal, OutDirectory
@@ -99,6 +99,9 @@ def _answered(
     """Both sides with their answers; those that are not finished are run, one after the other, on one plan."""
     given = [*planning.parse(settings.texts), *(planning.read(settings.plan) if settings.plan else [])]
     done = [_replayable(side) for side in both if isinstance(side, Finished)]
+    for side in both:
+        if isinstance(side, Live) and side.alone is None:  # before anything of the other side runs
+            discover.check_names(side.backends, discover.sources(side.plugins))
     with ExitStack() as stack:
         opened: list[_Opened | Finished] = []
         for side, name in zip(both, ("base", "head"), strict=True):

@@ -6,7 +6,9 @@ stays free of torch and CUDA.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
 import importlib.metadata
 import os
 import re
@@ -14,7 +16,7 @@ import shutil
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ GROUP = "conformance.backends"
 CONFIG = "conformance.toml"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
 _OFFER = re.compile(r"^(?:async )?def backends\(|^backends\s*[=:]|^from .* import .*\bbackends\b", re.MULTILINE)
+_NAMES = re.compile(r"^NAMES = (\(.*?\))$", re.MULTILINE | re.DOTALL)
 _SITE = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
@@ -36,13 +39,45 @@ class UsageError(Exception):
 
 
 def builtin_sources() -> list[BackendSource]:
-    """The modules of ``conformance.backends`` that offer ``backends()``, by name; they are read, not imported."""
-    folder = Path(package_roots()["conformance"], "backends")
-    return [
-        BackendSource(kind="builtin", location=f"conformance.backends.{path.stem}", name=path.stem)
-        for path in sorted(folder.glob("*.py"))
-        if not path.stem.startswith("_") and _OFFER.search(path.read_text(encoding="utf-8"))
-    ]
+    """The modules of ``conformance.backends`` that offer ``backends()``, by name; they are read, not imported.
+
+    Their ``NAMES = ("...",)`` are the names of the backends that they offer, where they run.
+    """
+    sources = []
+    for path in sorted(Path(package_roots()["conformance"], "backends").glob("[!_]*.py")):
+        text = path.read_text(encoding="utf-8")
+        if _OFFER.search(text):
+            names = _NAMES.search(text)
+            sources.append(
+                BackendSource(
+                    kind="builtin",
+                    location=f"conformance.backends.{path.stem}",
+                    name=path.stem,
+                    names=ast.literal_eval(names[1]) if names else (),
+                )
+            )
+    return sources
+
+
+def check_names(names: Sequence[str], sources: Iterable[BackendSource]) -> None:
+    """Raises `UsageError` for the name of a backend that no source offers, before any is imported.
+
+    A source that does not say its names beforehand, as plugins do not, may offer any.
+    """
+    sources = list(sources)
+    if all(source.names for source in sources):
+        known = {name for source in sources for name in source.names}
+        for name in names:
+            if name not in known:
+                raise UsageError(unknown("backend", name, known))
+
+
+def unknown(word: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that there is not: what there is, the likely one first."""
+    known = sorted(known)
+    meant = difflib.get_close_matches(name, known, 1)
+    hint = f" (do you mean {meant[0]!r}?)" if meant else ""
+    return f"unknown {word} {name!r}{hint}; known: {', '.join(known) or 'none'}"
 
 
 def entry_point_sources(group: str = GROUP) -> list[BackendSource]:

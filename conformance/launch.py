@@ -28,13 +28,14 @@ class BackendSource:
     kind: what ``location`` is. location: an absolute path for ``plugin_file``, else a module's dotted name, for
     ``entry_point`` as ``MODULE`` or ``MODULE:FUNCTION``. name: a short name, its key in ``[environments]``: the file's
     stem, the module's last part or the entry point's name. roots: (top-level name, file or folder) of what must be made
-    importable in the worker beside its own site-packages.
+    importable in the worker beside its own site-packages. names: of its backends, if known without importing it.
     """
 
     kind: Kind
     location: str
     name: str
     roots: tuple[tuple[str, str], ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:

@@ -89,27 +89,23 @@ class Fleet:
     def survey(self, backends: Sequence[str], devices: Sequence[str], jobs: int) -> Survey:
         """Describe the backends: those named, or all. Raises `UsageError` where a name or a plugin is no good.
 
-        devices: as named by the user, or none for the CPU and the first CUDA device. Sources that seem to hold the
-        backends named come first; the others are looked at only if something is missing.
+        devices: as named by the user, or none for the CPU and the first CUDA device. Only sources that offer the
+        backends named, or do not say what they offer, are looked at.
         """
+        discover.check_names(backends, self._sources)
         here = self._devices()
         for device in devices:
             if device not in here:
                 raise UsageError(f"unknown device {device!r}; known: {', '.join(here)}")
         chosen = list(devices) or here[:2]
-        likely = [source for source in self._sources if not backends or _may_hold(source, backends)]
-        found, absent = self._describe(likely, chosen, jobs)
-        if backends and set(backends) - _names(found, absent):
-            others = [source for source in self._sources if source not in likely]
-            more, reasons = self._describe(others, chosen, jobs)
-            found, absent = found + more, absent + reasons
+        asked = [s for s in self._sources if not (backends and s.names) or set(backends) & set(s.names)]
+        found, absent = self._describe(asked, chosen, jobs)
         _check_distinct(found)
         wanted = set(backends) or _names(found, absent)
-        unknown = sorted(wanted - _names(found, absent))
-        if unknown:
-            known = ", ".join(sorted(_names(found, []))) or "none"
-            lost = ", ".join(dict.fromkeys(item.backend for item in absent))
-            raise UsageError(f"unknown backend {unknown[0]!r}; known: {known}" + (lost and f"; not loadable: {lost}"))
+        for name in sorted(wanted - _names(found, absent)):
+            known = _names(found, []) | {known for source in self._sources for known in source.names}
+            lost = ", ".join(sorted({item.backend for item in absent} - known))
+            raise UsageError(discover.unknown("backend", name, known) + (lost and f"; not loadable: {lost}"))
         used = [item for item in found if item.description.backend in wanted and item.description.claims]
         for idle in {item.start for item in found} - {item.start for item in used}:
             idle().close()
@@ -142,10 +138,8 @@ class Fleet:
             outcomes = list(pool.map(lambda pair: self._describe_one(*pair), pairs))
             tried.result()
         for outcome in outcomes:
-            if isinstance(outcome, Absent):
-                absent.append(outcome)
-            else:
-                found += outcome
+            found += [item for item in outcome if isinstance(item, Found)]
+            absent += [item for item in outcome if isinstance(item, Absent)]
         return found, absent
 
     def _try_oracle(self) -> None:
@@ -159,7 +153,7 @@ class Fleet:
             raise HarnessError(str(error)) from None
         self._spare_oracles.append(oracle)
 
-    def _describe_one(self, source: BackendSource, device: str) -> list[Found] | Absent:
+    def _describe_one(self, source: BackendSource, device: str) -> Sequence[Found | Absent]:
         worker = self.worker(source, device)
         try:
             descriptions = worker.describe(DESCRIBE_DEADLINE)
@@ -167,7 +161,11 @@ class Fleet:
             worker.close()
             if source.kind.startswith("plugin"):
                 raise UsageError(str(error)) from None
-            return Absent(backend=source.name, device=device, reason=str(error).removeprefix(f"{source.label}: "))
+            reason = str(error).removeprefix(f"{source.label}: ")
+            return [Absent(backend=name, device=device, reason=reason) for name in source.names or (source.name,)]
+        for item in descriptions:
+            if source.names and item.backend not in source.names:
+                raise HarnessError(f"{source.label} offers {item.backend}, which its NAMES leave out")
         spare = [worker]
 
         def start() -> Worker:
@@ -178,14 +176,6 @@ class Fleet:
             return self.worker(source, device)
 
         return [Found(description=item, source=source, start=start) for item in descriptions]
-
-
-def _may_hold(source: BackendSource, backends: Iterable[str]) -> bool:
-    if source.kind != "builtin":
-        return True
-    stem = source.name.replace("-", "_")
-    names = [name.replace("-", "_") for name in backends]
-    return any(stem.startswith(name) or name.startswith(stem) for name in names)
 
 
 def _names(found: Iterable[Found], absent: Iterable[Absent]) -> set[str]:

@@ -18,6 +18,8 @@ from torch import Tensor
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("cublaslt", "cublaslt_1x128")
+
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCALED_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_mm.html"
 PLAIN_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.mm.html"

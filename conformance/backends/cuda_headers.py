@@ -17,6 +17,8 @@ from conformance.backends import _cuda_nvrtc as cuda
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("cuda",)
+
 SOURCE = "https://docs.nvidia.com/cuda/cuda-math-api/"
 ELEMENTS = {"deepseek_fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1", "nvfp4": "e2m1", "fp8_per_tensor": "e4m3"}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0}

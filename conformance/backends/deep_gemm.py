@@ -20,6 +20,8 @@ from conformance.backends import _lone_module
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("deep_gemm",)
+
 DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm")
 GEMM_SOURCE = "deepseek-ai/DeepGEMM, csrc/apis/gemm.hpp"
 CAST_SOURCE = "deepseek-ai/DeepGEMM, deep_gemm/utils/math.py"

@@ -18,6 +18,8 @@ from conformance.backends import _flashinfer_modules as modules
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("flashinfer", "flashinfer_replay")
+
 ROUTING = "flashinfer/fused_moe/fused_routing_dsv3.py: fused_topk_deepseek"
 GEMM = "flashinfer/gemm/gemm_base.py: fp8_blockscale_gemm_sm90"
 QUANT8 = "flashinfer/quantization/fp8_quantization.py"

@@ -17,6 +17,8 @@ from references.gemm_formats import Operand, operand, plain_scales, sides
 from references.gemm_models import exact_rows
 from references.recipes import Recipe
 
+NAMES = ("hopper_model", "hopper_model_sglang", "hopper_model_mma")
+
 SOURCE = "references/tensor_cores.py: measured on an H200"
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_SIDE, MAX_K = 8192, 1024

@@ -26,6 +26,8 @@ from torch import Tensor
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("jax",)
+
 Array = np.ndarray[Any, Any]
 Parts = dict[str, Tensor]
 

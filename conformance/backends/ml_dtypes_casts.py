@@ -19,6 +19,8 @@ from torch import Tensor
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("ml_dtypes",)
+
 Array = np.ndarray[Any, Any]
 Parts = dict[str, Tensor]
 Call = Callable[[], Parts]

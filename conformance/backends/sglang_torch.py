@@ -17,6 +17,8 @@ from conformance.backends import _lone_module as lone
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("sglang_torch",)
+
 DISTRIBUTION = "sglang"
 FILE = "sglang/srt/layers/moe/topk.py"
 

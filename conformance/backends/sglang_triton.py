@@ -20,6 +20,8 @@ from conformance.backends._sglang_modules import library
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("sglang", "sglang_jit")
+
 Call = quant.Call
 
 

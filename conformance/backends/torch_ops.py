@@ -23,6 +23,8 @@ from conformance.backends import _torch_routing as routing
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe, Via
 
+NAMES = ("torch", "torch_bf16")
+
 E4M3_MAX = 448.0
 E4M3_EMAX = 8
 E4M3_MANTISSA_BITS = 3

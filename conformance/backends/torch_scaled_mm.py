@@ -15,6 +15,8 @@ from torch import Tensor
 from references.backend import Claim, Unsupported
 from references.recipes import Promotion, Recipe
 
+NAMES = ("torch_scaled_mm", "torch_scaled_mm_fast")
+
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_mm.html"
 CAPABILITIES = (9, 10)

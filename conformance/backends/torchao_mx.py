@@ -32,6 +32,8 @@ try:
 except ImportError as error:
     raise ImportError(f"torchao >= 0.18 with prototype.mx_formats is needed: {error}") from error
 
+NAMES = ("torchao",)
+
 Parts = dict[str, Tensor]
 Call = Callable[[], Parts]
 

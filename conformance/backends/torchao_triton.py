@@ -21,6 +21,8 @@ try:
 except ImportError as error:
     raise ImportError(f"torchao >= 0.18 with prototype.mx_formats is needed: {error}") from error
 
+NAMES = ("torchao_triton",)
+
 SOURCE = "torchao/prototype/mx_formats/kernels.py"
 CASTS_FROM = (10, 0)
 """The compute capability that the casts ask for."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from conformance.backends._triton_adapter import TritonBackend
 
+NAMES = ("triton",)
+
 
 def backends() -> Iterable[TritonBackend]:
     """``triton``, on CUDA devices only."""

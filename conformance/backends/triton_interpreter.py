@@ -18,6 +18,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from conformance.backends._triton_adapter import TritonBackend as TritonBackend
 
+NAMES = ("triton_interpreter",)
+
 if not isinstance(tl.max, InterpretedFunction):
     raise ImportError("triton was imported before TRITON_INTERPRET=1: its own functions are compiled ones")
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from conformance.backends.triton_interpreter import MAX_SIZE, TritonBackend
 
+NAMES = ("triton_interpreter_corrected",)
+
 
 class CorrectedBackend(TritonBackend):
     """The interpreted kernels; the version says what was corrected."""

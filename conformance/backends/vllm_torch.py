@@ -16,6 +16,8 @@ from conformance.backends import _lone_module as lone
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("vllm_torch",)
+
 DISTRIBUTION = "vllm"
 FILE = "vllm/model_executor/layers/fused_moe/router/cpu_router.py"
 

@@ -15,6 +15,8 @@ from conformance.backends._vllm_modules import library
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("vllm",)
+
 Call = quant.Call
 
 

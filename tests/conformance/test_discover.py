@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conformance import discover
+from conformance import discover, targets
 from conformance.discover import UsageError, environments, plugin_source, python_for
 from conformance.launch import BackendSource, package_roots
 from conformance.worker_errors import ReportedError
@@ -30,13 +30,44 @@ def write(path: Path, text: str) -> Path:
 
 def test_builtin_modules_are_read_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path / "backends/zeta.py", BOMB + "def backends():\n    return []\n")
-    write(tmp_path / "backends/alpha.py", BOMB + "backends = make\n")
+    write(tmp_path / "backends/alpha.py", BOMB + "NAMES = (\n    'a',\n    'b',\n)\nbackends = make\n")
     write(tmp_path / "backends/helper.py", "def other():\n    def backends(): ...\n")
     write(tmp_path / "backends/_private.py", "def backends():\n    return []\n")
     monkeypatch.setattr(discover, "package_roots", lambda: {"conformance": str(tmp_path)})
     found = discover.builtin_sources()
     assert [source.location for source in found] == ["conformance.backends.alpha", "conformance.backends.zeta"]
     assert found[0].label == "backend alpha"
+    assert [source.names for source in found] == [("a", "b"), ()]
+
+
+def test_builtin_modules_say_the_names_of_their_backends():
+    sources = discover.builtin_sources()
+    names = [name for source in sources for name in source.names]
+    assert [source.name for source in sources if not source.names] == []
+    assert len(names) == len(set(names))
+    assert {"torch", "torch_bf16", "flashinfer_replay", "triton_interpreter_corrected"} < set(names)
+
+
+def test_an_unknown_backend_is_named_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch):
+    def start(*_args: object, **_options: object) -> None:
+        raise AssertionError("a worker")
+
+    monkeypatch.setattr(targets, "Worker", start)
+    monkeypatch.setattr(discover, "Worker", start)
+    monkeypatch.setattr(discover, "entry_point_sources", list)
+    fleet = targets.Fleet((), None, None)
+    with pytest.raises(UsageError, match=r"^unknown backend 'torhc' \(do you mean 'torch'\?\); known: .*ml_dtypes"):
+        fleet.survey(("torch", "torhc"), (), 1)
+    with pytest.raises(UsageError, match=r"^unknown backend 'q'; known: "):
+        fleet.survey(("q",), (), 1)
+
+
+def test_a_source_that_names_nothing_may_offer_any_backend():
+    silent = BackendSource(kind="plugin_file", location="/x.py", name="x")
+    plain = BackendSource(kind="builtin", location="b", name="b", names=("b1",))
+    discover.check_names(("new",), [silent, plain])
+    with pytest.raises(UsageError, match=r"unknown backend 'new'; known: b1$"):
+        discover.check_names(("b1", "new"), [plain])
 
 
 def test_a_plugin_file(tmp_path: Path):
