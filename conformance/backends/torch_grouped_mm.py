@@ -18,6 +18,8 @@ from torch import Tensor
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
+NAMES = ("torch_grouped_mm", "torch_scaled_grouped_mm", "torch_scaled_grouped_mm_fast")
+
 PLAIN_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html"
 SCALED_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_grouped_mm.html"
 MEASURED = "measured on an H200"
@@ -51,7 +53,7 @@ class GroupedMM:
         return str(torch.__version__)
 
     def claims(self, device: str) -> Iterable[Claim]:
-        """BF16 to BF16; rows of 16 bytes, which the operator asks for. On a CPU it is one matmul a group: not claimed."""
+        """BF16 to BF16, rows of 16 bytes as the operator asks. On a CPU it is one matmul a group: not claimed."""
         if not device.startswith("cuda"):
             return []
         major = torch.cuda.get_device_capability(torch.device(device))[0]
