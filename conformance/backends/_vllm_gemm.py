@@ -15,12 +15,14 @@ from torch import Tensor
 
 from conformance.backends._sglang_gemm import SWEPT, activation_scales, fp32_scales, grouped_scales, tiles
 from conformance.backends._vllm_modules import FUSED_MOE, QUANT, library
+from conformance.backends._vllm_ops import moe_align_block_size
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
 DENSE = "vllm/model_executor/layers/quantization/utils/fp8_utils.py: w8a8_triton_block_scaled_mm"
 EXPERTS = "vllm/model_executor/layers/fused_moe/fused_moe.py: invoke_fused_moe_triton_kernel"
 BLOCK = [128, 128]
+STREAMS = {"stream": ("side",), "graph": ("replay",)}
 LARGE_BATCH = 128
 """Tokens for which vLLM's default tile has 64 rows."""
 OUTPUTS = {"fp32": (torch.float32, tl.float32), "bf16": (torch.bfloat16, tl.bfloat16)}
@@ -34,7 +36,7 @@ def claims(major: int) -> Iterable[Claim]:
         return []
     return [
         Claim(operation="gemm", variant="deepseek_fp8", source=DENSE, options=SWEPT),
-        Claim(operation="grouped_gemm", variant="deepseek_fp8", source=EXPERTS, options={"stream": ("side",)}),
+        Claim(operation="grouped_gemm", variant="deepseek_fp8", source=EXPERTS, options=STREAMS),
     ]
 
 
@@ -102,19 +104,8 @@ def group_of_rows(case: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def aligned(ids: Tensor, block: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What vLLM's compiled ``moe_align_block_size`` returns, by torch: rows of a group in blocks, filled up with a row
-    number that is none; rows of no group are left out.
-
-    Returns int32 ``[padded]`` rows, ``[padded / block]`` groups, and ``[1]`` the number of padded rows.
-    """
-    counts = torch.bincount(ids[ids >= 0], minlength=groups)
-    blocks = -(-counts // block)
-    starts = blocks.cumsum(0) - blocks
-    order = torch.argsort(ids, stable=True)
-    order = order[ids[order] >= 0]
-    owner = ids[order].to(torch.int64)
-    place = torch.arange(len(order), device=ids.device) - (counts.cumsum(0) - counts)[owner]
-    rows = torch.full((int(blocks.sum()) * block,), len(ids), dtype=torch.int32, device=ids.device)
-    rows[starts[owner] * block + place] = order.to(torch.int32)
-    experts = torch.repeat_interleave(torch.arange(groups, device=ids.device), blocks).to(torch.int32)
-    return rows, experts, torch.tensor([len(experts) * block], dtype=torch.int32, device=ids.device)
+    """`moe_align_block_size` of rows by group: int32 rows, groups of blocks, and ``[1]`` how many of the rows count."""
+    most = -(-(len(ids) + groups * (block - 1)) // block)
+    rows, owners, padded = (ids.new_empty(size, dtype=torch.int32) for size in (most * block, most, 1))
+    moe_align_block_size(ids, groups, block, rows, owners, padded)
+    return rows, owners, padded

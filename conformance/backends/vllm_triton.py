@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends import _vllm_gemm as gemm
+from conformance.backends import _vllm_moe as moe
 from conformance.backends import _vllm_quant as quant
 from conformance.backends import _vllm_routing as routing
 from conformance.backends._vllm_modules import library
@@ -42,13 +43,15 @@ class VLLM:
         self._major = capability[0]
         if capability < (8, 9):
             return []
-        return [*quant.claims(device), *gemm.claims(self._major), *routing.claims()]
+        return [*quant.claims(device), *gemm.claims(self._major), *moe.claims(self._major), *routing.claims()]
 
     def recipe(self, claim: Claim) -> Recipe:
         """As read in the source of each kernel."""
         match claim.operation:
             case "gemm" | "grouped_gemm":
                 return gemm.recipe(claim, self._major)
+            case "moe":
+                return moe.recipe(claim)
             case "routing":
                 return routing.recipe(claim)
         return quant.recipe(claim, self._device)
@@ -58,6 +61,8 @@ class VLLM:
         match case.operation:
             case "gemm" | "grouped_gemm":
                 return gemm.prepare(case, inputs, options)
+            case "moe":
+                return moe.prepare(case, inputs, options)
             case "routing":
                 return routing.prepare(case, inputs)
             case "quantize" | "requantize":
