@@ -43,7 +43,7 @@ class Capsule:
     """One failure.
 
     case: with ``explicit`` inputs, its shapes and words; else the whole input. origin: the case before shrinking.
-    part, verdict, kind, stage, ledger_id: the cause (``shrink.Cause``). plugins: as they were named, for the reader;
+    part, verdict, kind, stage, ledger_id: the cause (``causes.Cause``). plugins: as they were named, for the reader;
     none is loaded because a capsule says so. expected: elements outside of the failing part with ``index``, ``actual``,
     ``admissible``, ``input``. differing, elements: of the inputs, see ``shrink.Shrunk``. times, failed: verdicts that
     were asked for and those that failed. tensors: the inputs and answers that go into the other file.

@@ -28,6 +28,10 @@ MAX_BYTES = 2**16
 _DEVICE = re.compile(r"(cpu|cuda)\Z")
 
 
+Kept = tuple[Case, tuple[str, ...]]
+"""A case and the kinds of devices on which it is replayed."""
+
+
 class CorpusError(UsageError):
     """A corpus that cannot be read; the message is one line."""
 
@@ -114,10 +118,10 @@ def _is_device(word: Any) -> bool:
     return isinstance(word, str) and _DEVICE.match(word) is not None
 
 
-def replayed(folder: Path | None, groups: Iterable[tuple[str, str]]) -> list[tuple[Case, tuple[str, ...]]]:
+def replayed(folder: Path | None, groups: Iterable[tuple[str, str]]) -> list[Kept]:
     """The cases to replay with their devices, those that ship first, in some groups. Raises `CorpusError`."""
     wanted = set(groups)
-    found: dict[str, tuple[Case, tuple[str, ...]]] = {}
+    found: dict[str, Kept] = {}
     for entry in (*read(SHIPPED), *(read(folder) if folder else [])):
         case = Case.parse(entry.case)
         if (case.operation, case.variant) in wanted:

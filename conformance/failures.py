@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance import capsule as capsules
+from conformance.causes import cause_of_record, failing
 from conformance.engine import Target
 from conformance.examine import Examiner
 from conformance.sealing import MAX_EXPLICIT, seal
@@ -81,8 +82,6 @@ def keep(
 
 
 def _listed(record: Record, calls: int) -> dict[str, Any]:
-    from conformance.shrink import cause_of_record
-
     cause = cause_of_record(record)
     return {
         "case": record.case,
@@ -119,10 +118,10 @@ def _shrink(
         if small is None:
             item["note"] = "does not fail when it is called again by itself"
             return time.monotonic() - started
-        case, inputs, found, failing = small.case, small.wires, small.found, small.record
+        case, inputs, found, fails = small.case, small.wires, small.found, small.record
         if sum(len(wire.data) for wire in inputs) > MAX_EXPLICIT:
             case, inputs, found = small.text_case, (), examiner.examine(small.text_case)
-            failing = shrink.failing(found.records) or failing
+            fails = failing(found.records) or fails
         claimed = examiner.claimed(case)
         if isinstance(claimed, str):
             return small.seconds
@@ -131,7 +130,7 @@ def _shrink(
             case,
             inputs,
             found,
-            failing,
+            fails,
             target.description,
             claimed,
             cause={"kind": small.cause.kind, "stage": small.cause.stage},

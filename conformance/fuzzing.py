@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, reject, settings, t
 from hypothesis import seed as seeded
 from rich.console import Console
 
-from conformance import journal, planning
+from conformance import corpus, journal, planning
 from conformance.discover import UsageError
 from conformance.engine import Engine, Limits, Oracles, RunResult, Target
 from conformance.journal import Journal, Key, OutDirectory
@@ -65,7 +65,8 @@ def fuzz(asked: Settings, profile: str, ledger: Ledger, console: Console) -> int
 
         def drive(name: str, oracles: Oracles, book: Journal, progress: Progress) -> RunResult:
             search = _Search(name, targets, oracles, book, asked.limits, progress)
-            return search.run(groups, asked.seed, profile)
+            kept = [] if asked.corpus is None else corpus.replayed(asked.corpus, groups)
+            return search.run(groups, asked.seed, profile, kept)
 
         return Run(asked, [], targets, survey, out, console).execute(fleet.oracle, drive)
     finally:
@@ -114,12 +115,13 @@ class _Search:
         self._stopped = ""
         self._error: BaseException | None = None
 
-    def run(self, groups: Sequence[Group], seed: int, profile: str) -> RunResult:
-        """Search until the budget is over. Raises `HarnessError`."""
+    def run(self, groups: Sequence[Group], seed: int, profile: str, kept: Sequence[corpus.Kept] = ()) -> RunResult:
+        """Search until the budget is over, from the ledger's witnesses and kept cases on. Raises `HarnessError`."""
         self._ends = time.monotonic() + (self._limits.budget or math.inf)
         self._progress.start(None)
         try:
             self._witnesses()
+            self._replay(kept)
             self._turns(groups, seed, profile)
         except KeyboardInterrupt:
             self._stopped = "interrupted"
@@ -192,6 +194,17 @@ class _Search:
             witnesses = item.ledger.witnesses()
             if witnesses:
                 self._call([place], witnesses)
+
+    def _replay(self, kept: Sequence[corpus.Kept]) -> None:
+        for case, devices in kept:
+            kinds = [item.description.device.partition(":")[0] for item in self._targets]
+            places = [
+                place for place, item in enumerate(self._targets) if kinds[place] in devices and item.covers(case)
+            ]
+            if self._over():
+                return
+            if places:
+                self._call(places, [case])
 
     def _execute(self, case: Case) -> dict[str, float]:
         """The headroom of each backend that passes the case; of an earlier call, if there was one."""

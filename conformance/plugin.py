@@ -187,6 +187,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     code = controller.conclude()
     session.config.stash[PATHS] = []
     try:
+        controller.keep(lambda line: _say(session.config, line))
         session.config.stash[PATHS] = [str(path) for path in controller.write()]
     except OSError as error:
         controller.failure = f"cannot write the reports: {error}"
@@ -239,6 +240,13 @@ def _control(config: pytest.Config) -> None:
 def _process(config: pytest.Config) -> Controller | Executor:
     executor = config.stash.get(EXECUTOR, None)
     return executor if executor is not None else config.stash[CONTROLLER]
+
+
+def _say(config: pytest.Config, line: str) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.ensure_newline()
+        reporter.write_line(f"conformance: {line}")
 
 
 def _check_of(nodeid: str) -> str:

@@ -5,12 +5,12 @@ Without xdist it executes the checks as well; with it, the xdist workers do, by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance import journal, runs
+from conformance import corpus, failures, journal, runs
 from conformance.engine import RunResult
 from conformance.journal import Journal, Key, OutDirectory
 from conformance.ledger import Ledger, load
@@ -144,6 +144,37 @@ class Controller:
             left_out[about.backend, about.device] = sum(target.key(case) not in planned for case in cases)
         return {name: count for name, count in left_out.items() if count}
 
+    def keep(self, say: Callable[[str], None]) -> None:
+        """List the failures by cause, smaller and in capsules where files are written; after `conclude`.
+
+        This is the one thing for which a process of pytest imports torch. say: gets a line before time is spent.
+        """
+        if self._out is None or self.failure:
+            return
+        settings = self._settings
+        seconds = settings.shrink
+        if self.stopped == "interrupted" or not failures.by_cause(self.records):
+            seconds = 0.0  # what is at hand is listed all the same
+        plan, fleet = Blueprint.from_json(self.blueprint.to_json())  # of its own: xdist has closed this process's
+        try:
+            listed = failures.keep(
+                self.records,
+                plan.targets,
+                fleet.oracle,
+                self._out.path,
+                plugins=settings.plugins,
+                seconds=seconds,
+                deadline=settings.limits.deadline,
+                say=say,
+            )
+        finally:
+            fleet.close()
+        if settings.corpus is not None and self.description["complete"]:
+            for item in listed:
+                if item["capsule"]:
+                    corpus.write(settings.corpus, corpus.of_failure(item))
+        self.description["failures"] = listed
+
     def write(self) -> list[Path]:
         """Write the reports and return their paths, none without ``--conformance-out``. Raises OSError."""
         if self._out is None:
@@ -156,7 +187,7 @@ class Controller:
         """What pytest prints at the end."""
         from reports.summary import headline
 
-        return headline(self.records, self.description)
+        return [*headline(self.records, self.description), *runs.kept_lines(self.description.get("failures", ()))]
 
     def close(self) -> None:
         """End the workers and let others have the directory."""

@@ -34,6 +34,8 @@ def add(parser: pytest.Parser) -> None:
     many("case", "TEXT", "Run this case.")
     option("seed", "Seed of the plan; that of --hypothesis-seed if absent.", type=int, metavar="N")
     option("out", "Where records and reports go; nowhere if absent.", metavar="DIR")
+    option("corpus", "Kept cases, replayed first; corpus beside DIR of --conformance-out.", metavar="DIR|none")
+    option("shrink", "For making failures smaller where files are written; 60s, 0s for none.", metavar="DURATION")
     many("plugin", "FILE|MODULE", "Load further backends.")
     option("ledger", "Known failures.", metavar="FILE")
     option("no-ledger", "Take no failure as known.", action="store_true")
@@ -57,7 +59,7 @@ def request(config: pytest.Config) -> Request:
     """What the command line asks for. Raises `UsageError`."""
     from conformance import ledger as ledgers
     from conformance import units
-    from conformance.cli import DEADLINE, MEMORY_LIMIT, _cpus
+    from conformance.cli import DEADLINE, MEMORY_LIMIT, SHRINK, _cpus
     from conformance.discover import UsageError
     from conformance.engine import Limits
     from conformance.plugin_controller import Request
@@ -80,6 +82,8 @@ def request(config: pytest.Config) -> Request:
     if out in config.invocation_params.args and here not in (here / out).resolve().parents:
         # Before plugins are loaded, pytest takes the word for a place of tests and moves its rootdir there.
         raise UsageError(f"write --conformance-out={out}, without a blank, for a directory outside this one")
+    place = here / out if out else Settings.out
+    corpus = given("corpus")
     settings = Settings(
         backends=tuple(given("backend")),
         operations=tuple(given("operation")),
@@ -88,7 +92,9 @@ def request(config: pytest.Config) -> Request:
         cases=cases,
         texts=tuple(given("case")),
         seed=_seed(config),
-        out=here / out if out else Settings.out,
+        out=place,
+        corpus=None if corpus == "none" else here / corpus if corpus else place.parent / "corpus",
+        shrink=0.0 if given("shrink") in ("0", "0s") else parsed("shrink", units.seconds, SHRINK),
         plugins=tuple(given("plugin")),
         memory_limit=parsed("memory-limit", units.size, MEMORY_LIMIT),
         limits=Limits(

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from conformance import capsule as capsules
 from conformance.capsule import Capsule
+from conformance.causes import cause_of_record, failing
 from conformance.discover import UsageError
 from conformance.engine import HarnessError, Target
 from conformance.examine import Examination, Examiner
@@ -236,8 +237,6 @@ class _Repro:
         self._say(f"         as text: {line}")
 
     def _sealed(self, examination: Examination, small: Shrunk | None, failed: int) -> Capsule:
-        from conformance import shrink
-
         case, inputs, origin = self._case, self._inputs, self._case
         counts: dict[str, Any] = {}
         if small is not None:
@@ -246,9 +245,9 @@ class _Repro:
                 case, inputs = small.text_case, ()
             counts = {"differing": small.differing, "elements": small.elements, "note": small.note}
             examination = small.found if inputs or small.inputs is None else self._swift.examine(case, inputs)
-        record = shrink.failing(examination.records)
+        record = failing(examination.records)
         assert record is not None
-        cause = shrink.cause_of_record(record)
+        cause = cause_of_record(record)
         return seal(
             case,
             inputs,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance import corpus
 from conformance.cli import main
 from conformance.journal import read_records
 from fuzz.case import Case
@@ -24,12 +25,26 @@ def fuzz(out: Path, plugin: str, *words: str) -> int:
 
 
 def test_a_rare_fault_is_found_and_pasted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert fuzz(tmp_path / "out", "rare.py", *NEAREST, "--seed", "1", "--budget", "60s", "--fail-fast") == 1
+    words = ("--seed", "1", "--budget", "60s", "--fail-fast", "--shrink", "20s")
+    assert fuzz(tmp_path / "out", "rare.py", *NEAREST, *words) == 1
     wrong = [item for item in read_records(tmp_path / "out" / "records.jsonl") if item.verdict == "wrong"]
     assert len(wrong) == 1
     assert wrong[0].case not in {case.text for case in cornerstones(("ue8m0", "nearest"))}
     assert f"nox -s repro -- '{wrong[0].case}' --backend rare --plugin" in capfd.readouterr().out
     assert main(["repro", wrong[0].case, "--plugin", str(PLUGINS / "rare.py"), "--backend", "rare"]) == 1
+    (failure,) = json.loads((tmp_path / "out" / "run.json").read_text())["failures"]
+    assert (failure["case"], failure["differing"], failure["elements"]) == (wrong[0].case, 1, 1)
+    capsule = tmp_path / "out" / failure["capsule"]
+    assert main(["repro", str(capsule), "--plugin", str(PLUGINS / "rare.py")]) == 1
+
+
+def test_kept_cases_are_tried_first(tmp_path: Path) -> None:
+    kept = [f"ue8m0 nearest v=1 from=scale n=64 values=uniform_bits seed={seed}" for seed in range(3)]
+    for case in kept:
+        corpus.write(tmp_path / "corpus", corpus.Entry(case=case, backend="rare", verdict=case[-1], part="scales"))
+    assert fuzz(tmp_path / "out", "rare.py", *NEAREST, "--seed", "1", "--budget", "1s", "--shrink", "0s") in (0, 1)
+    first = [record.case for record in read_records(tmp_path / "out" / "records.jsonl")][:3]
+    assert sorted(first) == kept
 
 
 def test_a_search_that_ends_with_its_budget_is_whole(tmp_path: Path) -> None:
@@ -56,7 +71,7 @@ def test_one_seed_gives_one_search(tmp_path: Path) -> None:
 
 
 def test_cases_are_bent_to_what_is_claimed(tmp_path: Path) -> None:
-    assert fuzz(tmp_path / "out", "rare.py", "--seed", "7", "--budget", "2s") in (0, 1)
+    assert fuzz(tmp_path / "out", "rare.py", "--seed", "7", "--budget", "2s", "--shrink", "0s") in (0, 1)
     plan = read_plan(tmp_path / "out" / "plan.txt")
     assert all(isinstance(case, Case) and case["from"] == "scale" and case.integer("n") <= 64 for case in plan)
     assert len(plan) > 10

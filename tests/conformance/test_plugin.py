@@ -424,12 +424,14 @@ def test_under_xdist(pytester: pytest.Pytester, run: Run, pretend: ModuleType) -
 
 
 def test_real_workers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The records are those of the command line, and no process of pytest imports torch."""
+    """The records are those of the command line, what fails is made smaller, and torch is imported for that alone."""
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     pytester.makepyfile(
         spy="""
         import os, pathlib, sys
-        def pytest_unconfigure():
+        import pytest
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_sessionfinish():
             pathlib.Path(f"torch-{os.getpid()}").write_text(str("torch" in sys.modules))
         """
     )
@@ -438,13 +440,22 @@ def test_real_workers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(pytester.path), str(ROOT)])}
     start = [sys.executable, "-m", "pytest", "-p", "spy", "-p", "conformance.plugin", "--pyargs", "conformance.suite"]
     result = subprocess.run(
-        [*start, *words, "-n2", "--conformance-out=two"], capture_output=True, text=True, env=environment, check=False
+        [*start, *words, "-n2", "--conformance-out=two", "--conformance-shrink=20s"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert result.returncode == 1, result.stdout + result.stderr
     assert "1 failed, 1 passed" in result.stdout
     assert f"--backend thirds --plugin {PLUGINS / 'thirds.py'}" in result.stdout
     assert [path.read_text() for path in Path().glob("torch-*")] == ["False"] * 3
     selection = [word for name, value in options for word in (f"--{name}", value)]
-    assert cli.main(["run", *selection, "--out", "command", "--jobs", "1"]) == 1
+    assert cli.main(["run", *selection, "--out", "command", "--jobs", "1", "--corpus", "none", "--shrink", "0s"]) == 1
     assert settled(Path("two")) == settled(Path("command"))
     assert {item["verdict"] for item in settled(Path("two"))} == {"pass", "wrong", "unsupported"}
+    assert "conformance: shrinking 1 failure, at most 20 s" in result.stdout
+    (failure,) = json.loads(Path("two/run.json").read_text())["failures"]
+    assert (failure["differing"], failure["elements"], failure["calls"] > 0) == (0, 1, True)
+    assert f"{Path('two').absolute() / failure['capsule']}" in result.stdout
+    assert cli.main(["repro", f"two/{failure['capsule']}", "--plugin", str(PLUGINS / "thirds.py")]) == 1
