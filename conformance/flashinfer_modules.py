@@ -1,9 +1,9 @@
 """FlashInfer's modules, compiled once and taken along: ``python -m conformance.flashinfer_modules build | pack``.
 
-``build`` compiles the modules that the backend ``flashinfer`` calls and puts them where FlashInfer looks for prebuilt
-ones, ``flashinfer/data/aot/NAME/NAME.so`` of the installed package. No GPU is needed, nvcc is. ``pack FILE.tar.xz``
-writes the part of the installed FlashInfer that this backend needs, prebuilt modules included: a few megabytes instead
-of a hundred, for a GPU host without a package index (docs/gpu-host.md).
+``build`` compiles the modules that the backends ``flashinfer`` and ``flashinfer_mono`` call and puts them where
+FlashInfer looks for prebuilt ones, ``flashinfer/data/aot/NAME/NAME.so`` of the installed package. No GPU is needed,
+nvcc is. ``pack FILE.tar.xz`` writes the part of the installed FlashInfer that these backends need, prebuilt modules
+included: a few megabytes instead of a hundred, for a GPU host without a package index (docs/gpu-host.md).
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ MODULES = (
     "mxfp8_quantization_sm100",
     "fp4_quantization_90",
     "quantization",
+    "monomoe",
 )
 HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand", "nvrtc.h": "nvidia-cuda-nvrtc"}
 """Headers that small CUDA toolkits lack, and the wheels that hold them."""
 USED = (
     "flashinfer",
     "flashinfer.fused_moe.fused_routing_dsv3",
+    "flashinfer.fused_moe.monomoe",
     "flashinfer.gemm",
     "flashinfer.jit.quantization",
     "flashinfer.quantization.fp4_quantization",
     "flashinfer.quantization.fp8_quantization",
 )
 """What the backend imports, directly or when it calls."""
-RUN_TIME_DATA = ("csrc/nv_internal/tensorrt_llm/deep_gemm",)
-"""Sources that a kernel compiles when it runs."""
+RUN_TIME_DATA = ("csrc/nv_internal/tensorrt_llm/deep_gemm", "csrc/fused_moe/monomoe")
+"""Sources that a kernel compiles when it runs, or whose presence FlashInfer asks for before it loads a module."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,6 +26,7 @@ GENERATORS: Mapping[str, tuple[str, str]] = {
     "mxfp8_quantization_sm100": ("flashinfer.jit.fp8_quantization", "gen_mxfp8_quantization_sm100_module"),
     "fp4_quantization_90": ("flashinfer.quantization.fp4_quantization", "gen_fp4_quantization_sm90_module"),
     "fp4_quantization_100": ("flashinfer.quantization.fp4_quantization", "gen_fp4_quantization_sm100_module"),
+    "monomoe": ("flashinfer.jit.monomoe", "gen_monomoe_module"),
     "quantization": ("flashinfer.jit.quantization", "gen_quantization_module"),
 }
 """Module -> where its specification is made. Both differ between releases; what is missing is not offered."""
