@@ -15,6 +15,7 @@ from torch import Tensor
 from conformance.backends import _triton_gemm_adapter as gemms
 from conformance.backends import _triton_kernels as kernels
 from conformance.backends import _triton_layouts as layouts
+from conformance.backends import _triton_moe_adapter as experts
 from conformance.backends import _triton_routing as routing
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
@@ -72,7 +73,14 @@ class TritonBackend:
             self._capability = torch.cuda.get_device_capability(torch.device(device))
         e4m3 = self._capability is None or self._capability >= (8, 9)
         found = [claim for claim in self._all_claims() if e4m3 or not _needs_e4m3(claim)]
-        return [*found, *(gemms.claims(self._max_size, self._capability) if self._dots else ())]
+        if not self._dots:
+            return found
+        interpreted = self._max_size is not None
+        return [
+            *found,
+            *gemms.claims(self._max_size, self._capability),
+            *experts.claims(interpreted, self._capability),
+        ]
 
     def _all_claims(self) -> Iterable[Claim]:
         def claims(
@@ -102,6 +110,8 @@ class TritonBackend:
         """IEEE divisions; products in FP32, then the output dtype; NVFP4 takes block scale x global scale first."""
         if claim.operation in gemms.OPERATIONS:
             return gemms.recipe(claim, self._capability)
+        if claim.operation == "moe":
+            return experts.recipe(claim, self._capability)
         if claim.operation == "routing":
             return routing.recipe()
         nvfp4, fp32_scales = claim.variant == "nvfp4", claim.where.get("scale") == ("fp32",)
@@ -128,6 +138,8 @@ class TritonBackend:
                 return lambda out: {"scales": _scale_layout(case, inputs["scales"], out)}
             case "gemm" | "grouped_gemm":
                 return lambda out: {"output": self._gemm(case, inputs, out)}
+            case "moe":
+                return lambda out: {"output": _moe(case, inputs, out)}
             case "routing":
                 return lambda out: routing.route(case, inputs, out, interpreted=self._device == "cpu")
             case "requantize" if case.variant == "deepseek_fp8":
@@ -221,6 +233,12 @@ class TritonBackend:
         weight = payload.new_empty(payload.shape, dtype=torch.float32)
         self._dequantize_e4m3(payload.contiguous(), scales.contiguous(), weight, (128, 128), "fp32")
         return self._quantize_e4m3(weight, (128, 128), "ceil", out)
+
+
+def _moe(case: Any, inputs: Mapping[str, Tensor], out: Out) -> Tensor:
+    output = _buffer(out, "output", tuple(inputs["x"].shape), OUTPUTS[case["out"]], inputs["x"])
+    experts.moe(case, inputs, output)
+    return output
 
 
 def _needs_e4m3(claim: Claim) -> bool:
