@@ -1,20 +1,22 @@
-"""The first bad release: one case on one backend, over the releases of a package between a good and a bad one."""
+"""The first bad release: one failure on one backend, over the releases of a package between a good and a bad one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
 
-from conformance import environments, sides
+from conformance import environments, repro, sides
 from conformance.discover import UsageError
-from conformance.engine import Engine, HarnessError, Limits, Oracles, Target
+from conformance.engine import HarnessError, Target
 from conformance.environments import Release
+from conformance.examine import Examiner
 from conformance.process import WorkerFailed
-from conformance.progress import Progress
+from conformance.subjects import Subject
 from conformance.targets import Fleet
 from fuzz.case import Case
 from reports.record import Record
@@ -38,18 +40,16 @@ Try = Callable[[Version], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to bisect. good, bad: versions, or ``NAME==VERSION``."""
+    """What to bisect. of: the failure, as ``repro`` is asked for it. good, bad: versions, or ``NAME==VERSION``.
 
-    case: str
-    backend: str
+    folder: of the environments. dependencies: install what releases ask for.
+    """
+
+    of: repro.Request
     good: str
     bad: str
-    device: str = "cpu"
-    plugins: tuple[str, ...] = ()
     folder: Path = environments.FOLDER
     dependencies: bool = True
-    deadline: float = 30.0
-    memory_limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def search(versions: Sequence[Version], attempt: Try) -> Found:
         low, high = (told, high) if known[told] == GOOD else (low, told)
 
 
-def package(request: Request) -> tuple[str, Version, Version]:
+def package(backend: str, good: str, bad: str) -> tuple[str, Version, Version]:
     """The distribution and both ends. Raises `UsageError`.
 
     Where neither end names it, it follows from the backend's name (`PACKAGES`).
     """
     ends = []
     names = set()
-    for text in (request.good, request.bad):
+    for text in (good, bad):
         release = Release.parse(text)
         if release is not None:
             names.add(release.name)
@@ -108,7 +108,7 @@ def package(request: Request) -> tuple[str, Version, Version]:
     if len(names) > 1:
         raise UsageError(f"--bisect: {' and '.join(sorted(names))} are two packages")
     if not names:
-        names = {name for start, name in PACKAGES.items() if f"{request.backend}_".startswith(f"{start}_")}
+        names = {name for start, name in PACKAGES.items() if f"{backend}_".startswith(f"{start}_")}
     if len(names) != 1:
         raise UsageError(f"--bisect: of which package? write GOOD as NAME=={ends[0]}")
     return names.pop(), ends[0], ends[1]
@@ -116,25 +116,25 @@ def package(request: Request) -> tuple[str, Version, Version]:
 
 def bisect(request: Request, console: Console) -> int:
     """Name the first bad release; exit code 0. Raises `UsageError`, or `HarnessError`."""
-    case = Case.parse(request.case)
-    name, good, bad = package(request)
+    subject = repro.single(request.of)
+    name, good, bad = package(subject.backend, request.good, request.bad)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def attempt(version: Version) -> str:
-        said = _tried(request, case, Release(name, version), oracles)
+        said = _tried(request, subject, Release(name, version), oracle)
         say(f"{name} {version}: {said}")
         return said
 
     versions = environments.between(name, good, bad)
     say(f"{len(versions)} releases of {name} from {good} to {bad}")
-    judges = Fleet((), None, request.memory_limit)
-    oracles = Oracles(judges.oracle, 1, Limits().judge_deadline)
+    judges = Fleet((), None, request.of.memory_limit)
+    oracle = judges.oracle()
     try:
         found = search(versions, attempt)
     finally:
-        oracles.close()
+        oracle.close()
         judges.close()
     say(f"first bad release: {name} {found.first_bad}; {found.last_good} is good")
     if found.between:
@@ -142,62 +142,55 @@ def bisect(request: Request, console: Console) -> int:
     return 0
 
 
-def _tried(request: Request, case: Case, release: Release, oracles: Oracles) -> str:
+def _tried(request: Request, subject: Subject, release: Release, oracle: Any) -> str:
     try:
         python = environments.create(release, request.folder, dependencies=request.dependencies)
-        records = run_once(request, case, release, python, oracles)
+        records = run_once(request, subject, release, python, oracle)
     except UsageError as error:
         return str(error)
     failing = [record for record in records if record.failing]
-    if failing:
+    if not failing:
+        return GOOD
+    capsule = subject.capsule
+    if capsule is None or any((item.part, item.verdict) == (capsule.part, capsule.verdict) for item in failing):
         return BAD
-    silent = next((record for record in records if record.verdict != "pass"), None)
-    return GOOD if silent is None else f"{silent.verdict}: {silent.message}"
+    return f"fails otherwise: {failing[0].part} {failing[0].verdict}: {failing[0].message}"
 
 
-def run_once(request: Request, case: Case, release: Release, python: str, oracles: Oracles) -> list[Record]:
-    """The records of the case in an interpreter. Raises `UsageError` where the backend does not run there."""
+def run_once(request: Request, subject: Subject, release: Release, python: str, oracle: Any) -> list[Record]:
+    """The records of the failure in an interpreter, on the inputs of its capsule if there is one.
+
+    Raises `UsageError` where the backend does not run there or does not claim the case, and `HarnessError`.
+    """
+    case, inputs = Case.parse(subject.case), subject.capsule.inputs if subject.capsule else ()
     side = sides.Live(
         label=str(release),
-        backends=(request.backend,),
-        devices=(request.device,),
-        plugins=request.plugins,
+        backends=(subject.backend,),
+        devices=(subject.device,),
+        plugins=subject.plugins,
         python=python,
     )
-    fleet = side.fleet(None, request.memory_limit, judges=False)
+    fleet = side.fleet(None, request.of.memory_limit, judges=False)
     try:
         survey = fleet.survey(side.backends, side.devices, 2)
         if not survey.found:
-            raise UsageError(f"{request.backend} does not run: {survey.absent[0].reason}")
-        item = survey.found[0]
-        target = Target(description=item.description, start=item.start)
-        book = _Book()
-        Engine("bisect", [target], oracles, book, Limits(deadline=request.deadline), _Silent()).run([case])
-        return book.records
+            raise UsageError(f"{subject.backend} does not run: {survey.absent[0].reason}")
+        found = survey.found[0]
+        target = Target(description=found.description, start=found.start, options=subject.options)
+        examiner = Examiner(target, found.start(), oracle, request.of.deadline, run="bisect")
+        claimed = examiner.claimed(case)
+        if isinstance(claimed, str):
+            raise UsageError(f"unsupported: {claimed}")
+        records: list[Record] = []
+        for _ in range(request.of.times):  # a fault that comes and goes is there if it ever was
+            records = examiner.examine(case, inputs).records
+            if any(record.failing for record in records):
+                break
     except WorkerFailed as error:
         raise HarnessError(str(error)) from None
     finally:
         fleet.close()
-
-
-@dataclass
-class _Book:
-    records: list[Record] = field(default_factory=list)
-
-    def launching(self, key: object) -> None:
-        """Nothing to note."""
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Keep them."""
-        self.records.extend(records)
-
-
-class _Silent(Progress):
-    def start(self, total: int | None) -> None:
-        """Nothing to show."""
-
-    def advance(self, records: Sequence[Record]) -> None:
-        """Nothing to show."""
-
-    def finish(self) -> None:
-        """Nothing to show."""
+    digest = next((record.input_sha256 for record in records if record.input_sha256), "")
+    if subject.input_sha256 and digest and digest != subject.input_sha256:
+        raise HarnessError(f"the inputs hash to {digest}, expected {subject.input_sha256}")
+    return records

@@ -219,24 +219,6 @@ def repro(
     memory_limit: Memory = MEMORY_LIMIT,
 ) -> int:
     """Show one failure again, with the elements that differ; make it smaller, keep it, export it."""
-    if bisect is not None:
-        from conformance import bisecting
-
-        if not backend:
-            raise UsageError("--bisect needs --backend, and the case's text")
-        bounds = bisecting.Request(
-            case=subject,
-            backend=backend,
-            good=bisect[0],
-            bad=bisect[1],
-            device=device or "cpu",
-            plugins=tuple(plugin or ()),
-            folder=environments,
-            dependencies=not no_deps,
-            deadline=_parsed("--deadline", units.seconds, deadline),
-            memory_limit=_parsed("--memory-limit", units.size, memory_limit),
-        )
-        return bisecting.bisect(bounds, Console())
     from conformance import repro as repros
 
     request = repros.Request(
@@ -258,6 +240,12 @@ def repro(
 
 
 @app.command()
+    if bisect is not None:
+        from conformance import bisecting
+
+        good, bad = bisect
+        bounds = bisecting.Request(of=request, good=good, bad=bad, folder=environments, dependencies=not no_deps)
+        return bisecting.bisect(bounds, Console())
 def probe(
     backend: Annotated[list[str] | None, _many("--backend", "NAME", "Probe this backend only.")] = None,
     operation: Annotated[list[str] | None, _many("--operation", "NAME", "ue8m0, quantize or gemm.")] = None,
@@ -400,6 +388,7 @@ def power(
     """Search for mutants that re-create historical bugs; fail if one escapes that the record says is caught."""
     from conformance import power_alarms, power_run, power_score
 
+    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making one catch smaller; 0s for none.")] = "5s",
     if alarms:
         return power_alarms.run(alarms, (seed or [1])[0], out, _wide_console())
     settings = power_run.Settings(
@@ -418,6 +407,7 @@ def power(
 @app.command()
 def replay(
     router: Annotated[
+        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
         list[str] | None, _many("--router", "NAME", "Take selections of this backend; all if absent.")
     ] = None,
     backend: Annotated[list[str] | None, _many("--backend", "NAME", "Feed them to this one; all if absent.")] = None,

@@ -96,7 +96,7 @@ def hunt(mutant: Mutant, seed: int, *, cases: int = CASES, budget: float = BUDGE
 
 def shrunk(item: Hunt, seconds: float = SHRINK) -> Hunt:
     """A catch with a smaller case beside its own, by the shrinker that users have; as it is if it was no catch."""
-    if not item.caught:
+    if not item.caught or not seconds:
         return item
     found = shrink.shrink(Case.parse(item.case), LocalProbe(MutantBackend(item.mutant)), seconds=seconds)
     if found is None:

@@ -22,8 +22,8 @@ class Settings:
     """What to search for, and how long.
 
     areas, families: restrict to these; all if empty. seeds: of the plans. cases: for each operation x variant.
-    budget: seconds for one mutant under one seed. out: where power.md and power.html go. record: write the
-    score to ``score``.
+    budget: seconds for one mutant under one seed. shrink: seconds for one catch, none if 0. out: where power.md and
+    power.html go. record: write the score to ``score``.
     """
 
     areas: tuple[str, ...]
@@ -31,6 +31,7 @@ class Settings:
     seeds: tuple[int, ...]
     cases: int
     budget: float
+    shrink: float
     out: Path
     score: Path
     record: bool
@@ -69,7 +70,7 @@ def run(settings: Settings, console: Console) -> int:
     for mutant in mutants:
         group = hunts([mutant], settings.seeds, cases=settings.cases, budget=settings.budget)
         worst = power_score.slowest(group)
-        found += [shrunk(item) if item is worst else item for item in group]
+        found += [shrunk(item, settings.shrink) if item is worst else item for item in group]
         missed = [str(item.seed) for item in group if not item.caught]
         outcome = f"escapes under seed {', '.join(missed)}" if missed else f"caught by {group[-1].check}"
         console.print(f"{mutant.area} {mutant.family}: {outcome}", markup=False, highlight=False, soft_wrap=True)

@@ -75,9 +75,7 @@ def repro(request: Request, ledger: Ledger, console: Console) -> int:
 
     Raises `UsageError`, or `HarnessError` where the inputs are not those that were expected.
     """
-    if request.expected and not _HASH.match(request.expected):
-        raise UsageError("--expect-sha256 is not 64 hexadecimal digits in lower case")
-    found = subjects(request.subject, request.folder)
+    found = _found(request)
     if request.script and len(found) > 1:
         raise UsageError(f"--script takes one failure, {request.subject} has {len(found)}: name a capsule of them")
     codes = []
@@ -86,6 +84,20 @@ def repro(request: Request, ledger: Ledger, console: Console) -> int:
             say(console, f"{'' if number == 1 else chr(10)}failure {number} of {len(found)}")
         codes.append(_one(request, subject, ledger, console))
     return max(codes)
+
+
+def single(request: Request) -> Subject:
+    """The one failure that is asked for, with what the command line adds. Raises `UsageError`."""
+    found = _found(request)
+    if len(found) > 1:
+        raise UsageError(f"--bisect takes one failure, {request.subject} has {len(found)}: name a capsule of them")
+    return _completed(request, found[0])
+
+
+def _found(request: Request) -> list[Subject]:
+    if request.expected and not _HASH.match(request.expected):
+        raise UsageError("--expect-sha256 is not 64 hexadecimal digits in lower case")
+    return subjects(request.subject, request.folder)
 
 
 def say(console: Console, line: str) -> None:

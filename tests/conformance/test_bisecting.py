@@ -1,9 +1,16 @@
+import json
+
 import pytest
+import torch
 from packaging.version import Version
 
 from conformance import bisecting, cli
-from conformance.bisecting import BAD, GOOD, Request, search
+from conformance.bisecting import BAD, GOOD, search
+from conformance.capsule import Capsule, tensors_of, write
 from conformance.discover import UsageError
+from conformance.journal import TOOL
+from conformance.shrink import wires_of
+from conformance.tensor_file import input_sha256
 from tests.conformance import tiny_wheels
 
 ADAPTER = """
@@ -91,7 +98,7 @@ def test_ends_that_are_not_as_said():
     ],
 )
 def test_the_package_follows_from_an_end_or_from_the_backend(backend, good, name):
-    assert bisecting.package(Request(case=CASE, backend=backend, good=good, bad="9.9"))[0] == name
+    assert bisecting.package(backend, good, "9.9")[0] == name
 
 
 @pytest.mark.parametrize(("good", "bad"), [("1.0", "2.0"), ("new", "2.0"), ("a==1.0", "b==2.0")])
@@ -118,3 +125,29 @@ def test_the_first_bad_release_of_a_package_is_named(tmp_path, monkeypatch, caps
     assert "first bad release: tiny-scales 1.3; 1.1 is good" in said
     assert "nothing is known of 1.2 in between" in said
     assert "built for another torch" in said
+
+    # A failure on explicit inputs, by its capsule and by the run.json that lists it: 1.5 becomes 2 under ceil, 1 under
+    # floor. 1.0, 1.1 and 1.3 are in their environments already.
+    inputs = wires_of({"x": torch.tensor([1.5])})
+    held = Capsule(
+        case=CASE.replace("n=64", "n=1"),
+        origin=CASE,
+        part="scales",
+        verdict="wrong",
+        backend="tiny",
+        plugins=("adapter.py",),
+        input_sha256=input_sha256(inputs),
+        explicit=True,
+        tensors=tensors_of(inputs, ()),
+    )
+    path = write(tmp_path / "capsules", held)
+    assert cli.main(["repro", str(path), *ends]) == 2
+    assert "came from --plugin adapter.py: give --plugin again" in capsys.readouterr().err
+    run = {"tool": TOOL, "failures": [{"case": held.case, "backend": "tiny", "capsule": f"capsules/{path.name}"}]}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert cli.main(["repro", "run.json", "--plugin", "adapter.py", *ends]) == 0
+    assert "first bad release: tiny-scales 1.3; 1.1 is good" in capsys.readouterr().out
+    run["failures"].append({"case": CASE, "backend": "tiny"})
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert cli.main(["repro", "run.json", "--plugin", "adapter.py", *ends]) == 2
+    assert "--bisect takes one failure, run.json has 2: name a capsule" in capsys.readouterr().err
