@@ -8,6 +8,7 @@ starts with ``conformance: ``.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -21,13 +22,14 @@ import typer
 from rich.console import Console
 
 from conformance import ledger as ledgers
-from conformance import units
-from conformance.discover import UsageError
+from conformance import planning, units
+from conformance.discover import UsageError, check_names, sources
 from conformance.engine import HarnessError, Limits
 from conformance.journal import RECORDS, JournalError, read_records, read_run
 from conformance.ledger import Ledger, LedgerError
 from conformance.runs import HARNESS, INTERRUPTED, USAGE, Settings
 from fuzz.case import CaseError
+from fuzz.grammar import GRAMMAR
 
 PROGRAM = "python -m conformance"
 SEED = 20261130
@@ -38,6 +40,8 @@ SHRINK = "60s"
 """For making the failures of a run smaller."""
 WIDTH = 160
 """Columns of a table where the output is no terminal."""
+
+_STRAY = re.compile(r"Got unexpected extra arguments?\(?s?\)? \((\S+?)[ )]")
 
 app = typer.Typer(
     add_completion=False,
@@ -236,16 +240,16 @@ def repro(
         deadline=_parsed("--deadline", units.seconds, deadline),
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
     )
-    return repros.repro(request, ledgers.load(ledgers.DEFAULT), Console())
-
-
-@app.command()
     if bisect is not None:
         from conformance import bisecting
 
         good, bad = bisect
         bounds = bisecting.Request(of=request, good=good, bad=bad, folder=environments, dependencies=not no_deps)
         return bisecting.bisect(bounds, Console())
+    return repros.repro(request, ledgers.load(ledgers.DEFAULT), Console())
+
+
+@app.command()
 def probe(
     backend: Annotated[list[str] | None, _many("--backend", "NAME", "Probe this backend only.")] = None,
     operation: Annotated[list[str] | None, _many("--operation", "NAME", "ue8m0, quantize or gemm.")] = None,
@@ -258,7 +262,9 @@ def probe(
     memory_limit: Memory = MEMORY_LIMIT,
 ) -> int:
     """Measure what backends do where recipes leave a choice, and compare it with what theirs declare."""
-    from conformance import fingerprint
+    planning.probed(operation or (), variant or ())
+    check_names(backend or (), sources(plugin or ()))
+    from conformance import fingerprint  # torch comes with it: words are checked before
 
     settings = fingerprint.Settings(
         backends=tuple(backend or ()),
@@ -382,13 +388,16 @@ def power(
     budget: Annotated[str, typer.Option(metavar="DURATION", help="For one mutant under one seed.")] = "20s",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where power.md goes.")] = Path("out/power"),
     score: Annotated[Path | None, typer.Option(metavar="FILE", help="The recorded score.")] = None,
+    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making one catch smaller; 0s for none.")] = "5s",
     record: Annotated[bool, typer.Option("--record", help="Record the score instead of comparing with it.")] = False,
     alarms: Annotated[int, typer.Option(min=0, metavar="N", help="Only run N cases of correct implementations.")] = 0,
 ) -> int:
     """Search for mutants that re-create historical bugs; fail if one escapes that the record says is caught."""
+    from conformance import power_words
+
+    power_words.check(area or (), family or ())
     from conformance import power_alarms, power_run, power_score
 
-    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making one catch smaller; 0s for none.")] = "5s",
     if alarms:
         return power_alarms.run(alarms, (seed or [1])[0], out, _wide_console())
     settings = power_run.Settings(
@@ -398,6 +407,7 @@ def power(
         cases=cases,
         budget=_parsed("--budget", units.seconds, budget),
         out=out,
+        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
         score=score or power_score.DEFAULT,
         record=record,
     )
@@ -407,7 +417,6 @@ def power(
 @app.command()
 def replay(
     router: Annotated[
-        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
         list[str] | None, _many("--router", "NAME", "Take selections of this backend; all if absent.")
     ] = None,
     backend: Annotated[list[str] | None, _many("--backend", "NAME", "Feed them to this one; all if absent.")] = None,
@@ -422,6 +431,9 @@ def replay(
     memory_limit: Memory = MEMORY_LIMIT,
 ) -> int:
     """Feed the selections that routers record to every backend's expert layer: two verdicts, one for each."""
+    planning.check("method", method or (), GRAMMAR["routing"])
+    planning.check("format", variant or (), GRAMMAR["moe"])
+    check_names([*(router or ()), *(backend or ())], sources(plugin or ()))
     from conformance import replay_run
 
     settings = replay_run.Settings(
@@ -511,10 +523,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # typer brings its own copy of click, so that its usage errors are known by what they can do.
         message = getattr(error, "format_message", None)
         if message is not None:
-            _say(str(message()) or f"no command; try {PROGRAM} --help")
+            text = _explained(str(message()), sys.argv[1:] if arguments is None else arguments)
+            _say(text or f"no command; try {PROGRAM} --help")
             return USAGE
         _say(f"the harness failed: {type(error).__name__}: {error} (traceback in {_keep_traceback()})")
         return HARNESS
+
+
+def _explained(message: str, arguments: Sequence[str]) -> str:
+    """A usage error; where a flag was given a value, which reads as a stray argument, it says so."""
+    stray = _STRAY.match(message)
+    before = dict(zip(arguments[1:], arguments, strict=False)).get(stray[1], "") if stray else ""
+    if not before.startswith("--"):
+        return message
+    hint = "; it goes on with the run in the folder that --out names" if before == "--resume" else ""
+    return f"{before} takes no value, {stray[1]!r} follows it{hint}" if stray else message
 
 
 def _keep_traceback() -> str:

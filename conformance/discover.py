@@ -34,6 +34,10 @@ _SITE = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
+MOST_NAMES = 50
+"""Names that an error message lists; of more it lists the likely ones."""
+
+
 class UsageError(Exception):
     """What the user asked for cannot be: exit code 2. The message is one line."""
 
@@ -69,12 +73,15 @@ def check_names(names: Sequence[str], sources: Iterable[BackendSource]) -> None:
         known = {name for source in sources for name in source.names}
         for name in names:
             if name not in known:
-                raise UsageError(unknown("backend", name, known))
+                raise UsageError(unknown("backend", name, sorted(known)))
 
 
 def unknown(word: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that there is not: what there is, the likely one first."""
-    known = sorted(known)
+    """The message for a name that there is not: which one is meant, if that can be told, and all that there are."""
+    known = list(known)
+    if len(known) > MOST_NAMES:
+        like = difflib.get_close_matches(name, known, 8, 0.4)
+        return f"unknown {word} {name!r}" + (f"; like it: {', '.join(like)}" if like else f"; there are {len(known)}")
     meant = difflib.get_close_matches(name, known, 1)
     hint = f" (do you mean {meant[0]!r}?)" if meant else ""
     return f"unknown {word} {name!r}{hint}; known: {', '.join(known) or 'none'}"

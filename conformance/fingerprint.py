@@ -37,7 +37,6 @@ from references.gemm_models import exact_rows, has_model
 from references.recipes import Recipe
 from references.rounding import round_to
 
-OPERATIONS = ("ue8m0", "quantize", "gemm")
 M, N, K = 256, 128, 1024
 """Sizes of a GEMM's experiments, unless a claim asks for others."""
 LEAST_BITS = {"fp32_any": 23, "fp32_rn": 23, "fp64": 26, "hopper_f16": 24, "f16_upcast": 24, "bf16_split_k": 23}
@@ -82,15 +81,8 @@ class Settings:
 
 def probe(settings: Settings, console: Console) -> int:
     """Probe and return the exit code: 0 where everything agrees, 1 where something differs. Raises `UsageError`."""
-    for name in settings.operations:
-        if name not in OPERATIONS:
-            raise UsageError(f"nothing to probe in operation {name!r}; known: {', '.join(OPERATIONS)}")
-    chosen = planning.groups(settings.operations or OPERATIONS, settings.formats)
-    try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-        (settings.out / "probe.csv").touch()
-    except OSError as error:
-        raise UsageError(f"--out {settings.out}: {error.strerror}") from None
+    chosen = planning.probed(settings.operations, settings.formats)
+    journal.make_writable(settings.out)
     fleet = Fleet(settings.plugins, settings.out / journal.LOGS, settings.memory_limit)
     lines: list[Line] = []
     try:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -87,6 +87,21 @@ def whole_cases(records: Sequence[Record]) -> list[Record]:
     return list(records[:end])
 
 
+def make_writable(path: Path, check: Callable[[], None] = lambda: None) -> None:
+    """Make a directory and see that it can be written, before any work is put into what goes there.
+
+    check: what else is asked of the directory before anything is written. Raises `JournalError`.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        check()
+        probe = path / f".{RUN}.{os.getpid()}.tmp"
+        probe.write_text("", encoding="utf-8")
+        probe.unlink()
+    except OSError as error:
+        raise JournalError(f"--out {path}: nothing can be written there ({error.strerror or error})") from None
+
+
 class OutDirectory:
     """A directory that belongs to one run while it lasts: made, checked and locked. `clear` starts the run.
 
@@ -95,15 +110,8 @@ class OutDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._check_owned()
-            probe = path / f".{RUN}.{os.getpid()}.tmp"
-            probe.write_text("", encoding="utf-8")
-            probe.unlink()
-            self._lock = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise JournalError(f"--out {path}: {error.strerror or error}") from None
+        make_writable(path, self._check_owned)
+        self._lock = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
-from conformance.discover import UsageError
+from conformance.discover import UsageError, unknown
 from conformance.messages import Description
 from fuzz import plan as plans
 from fuzz.case import Case, CaseError
@@ -23,7 +23,25 @@ LEAST = 200
 """Claimed cases that each operation x backend gets at least, unless the number of cases is given; a slow backend, in
 proportion to its pace."""
 
+PROBED = ("ue8m0", "quantize", "gemm")
+"""Operations whose open choices can be measured."""
+
 Group = tuple[str, str]
+
+
+def probed(operations: Sequence[str], formats: Sequence[str]) -> list[Group]:
+    """`groups` of a probe. Raises `UsageError`."""
+    for name in operations:
+        if name not in PROBED:
+            raise UsageError(f"nothing to probe in operation {name!r}; known: {', '.join(PROBED)}")
+    return groups(operations or PROBED, formats)
+
+
+def check(word: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises `UsageError` for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise UsageError(unknown(word, name, known))
 
 
 def groups(operations: Sequence[str], formats: Sequence[str]) -> list[Group]:
@@ -33,9 +51,7 @@ def groups(operations: Sequence[str], formats: Sequence[str]) -> list[Group]:
         ("operation", operations, list(GRAMMAR)),
         ("format", formats, sorted({variant for _, variant in every})),
     ):
-        for name in wanted:
-            if name not in known:
-                raise UsageError(f"unknown {word} {name!r}; known: {', '.join(known)}")
+        check(word, wanted, known)
     chosen = [
         (operation, variant)
         for operation, variant in every

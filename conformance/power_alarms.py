@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from conformance import journal
 from conformance.discover import UsageError
 from conformance.power import Hunt, clean
 from fuzz.mutants import CONFORMANT, LEGAL
@@ -26,6 +27,7 @@ def shares(implementations: list[Mutant], total: int) -> list[int]:
 
 def run(total: int, seed: int, out: Path, console: Console) -> int:
     """0 without an alarm, else 1. Raises `UsageError`."""
+    journal.make_writable(out)
     torch.set_num_threads(1)
     implementations = [*CONFORMANT, *LEGAL]
     left, found = total, []
@@ -43,7 +45,6 @@ def run(total: int, seed: int, out: Path, console: Console) -> int:
     count = sum(item.cases for item in found)
     console.print(f"{count} cases of {len(implementations)} correct implementations, {len(loud)} alarms")
     try:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "alarms.md").write_text(markdown(found, total, seed), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from conformance import power_html, power_score
+from conformance import journal, power_html, power_score
 from conformance.discover import UsageError
 from conformance.power import Hunt, hunts, shrunk
 from conformance.power_checks import CHECKS
@@ -62,6 +62,7 @@ def run(settings: Settings, console: Console) -> int:
     mutants = chosen(settings)
     if settings.record and len(mutants) < len(MUTANTS) + len(PROBES):
         raise UsageError("--record takes every area and family, so that the record stays whole")
+    journal.make_writable(settings.out)
     recorded = None if settings.record else power_score.read(settings.score)
     torch.set_num_threads(1)
     operations = {mutant.operation for mutant in mutants}
@@ -100,7 +101,6 @@ def run(settings: Settings, console: Console) -> int:
 
 def _write(out: Path, name: str, text: str) -> None:
     try:
-        out.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from conformance import capsule as capsules
+from conformance import journal, planning
 from conformance.discover import UsageError
 from conformance.engine import HarnessError, Target
 from conformance.examine import Examination, Examiner
@@ -46,8 +47,10 @@ class Settings:
 
 def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     """0 if every selection and every output passes or is known, else 1. Raises `UsageError` and `HarnessError`."""
-    methods = _known("method", settings.methods, tuple(GRAMMAR["routing"]))
-    formats = _known("format", settings.formats, tuple(GRAMMAR["moe"]))
+    planning.check("method", settings.methods, GRAMMAR["routing"])
+    planning.check("format", settings.formats, GRAMMAR["moe"])
+    methods, formats = settings.methods or tuple(GRAMMAR["routing"]), settings.formats or tuple(GRAMMAR["moe"])
+    journal.make_writable(settings.out)
     names = tuple(dict.fromkeys((*settings.routers, *settings.backends)))
     wanted = names if settings.routers and settings.backends else ()
     fleet = Fleet(settings.plugins, None, settings.memory_limit)
@@ -80,20 +83,12 @@ def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     table = markdown(outcomes)
     failing = [line for outcome in outcomes.values() for line in outcome.failing]
     try:
-        settings.out.mkdir(parents=True, exist_ok=True)
         (settings.out / "replay.md").write_text(f"# Routing replay\n\n{table}\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--out {settings.out}: {error.strerror}") from None
     for line in (*table.splitlines(), *failing, str(settings.out / "replay.md")):
         say(console, line)
     return 1 if failing else 0
-
-
-def _known(word: str, wanted: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
-    for name in wanted:
-        if name not in known:
-            raise UsageError(f"unknown {word} {name!r}; known: {', '.join(known)}")
-    return wanted or known
 
 
 def _callers(

@@ -105,7 +105,7 @@ class Fleet:
         for name in sorted(wanted - _names(found, absent)):
             known = _names(found, []) | {known for source in self._sources for known in source.names}
             lost = ", ".join(sorted({item.backend for item in absent} - known))
-            raise UsageError(discover.unknown("backend", name, known) + (lost and f"; not loadable: {lost}"))
+            raise UsageError(discover.unknown("backend", name, sorted(known)) + (lost and f"; not loadable: {lost}"))
         used = [item for item in found if item.description.backend in wanted and item.description.claims]
         for idle in {item.start for item in found} - {item.start for item in used}:
             idle().close()

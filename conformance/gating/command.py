@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conformance import discover
+from conformance import discover, journal
 from conformance import ledger as ledgers
 from conformance.discover import UsageError
 from conformance.gating import against, table
@@ -58,6 +58,7 @@ class Settings:
 def gating(settings: Settings, console: Console) -> int:
     """Run the comparison and return 0 or 1. Raises UsageError."""
     check_libraries("--library", settings.libraries)
+    journal.make_writable(settings.out)
     result = survey(settings, console)
     paths = write(result, settings.out)
     _summarise(table.markdown(result))

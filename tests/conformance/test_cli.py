@@ -32,6 +32,53 @@ def test_the_parent_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_wrong_words_are_named_without_torch_and_without_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    taken = f"--out={tmp_path / 'file'}"
+    wrong = {
+        "run --backend torhc": "unknown backend 'torhc' (do you mean 'torch'?); known: ",
+        "run --operation quantise": "unknown operation 'quantise' (do you mean 'quantize'?); known: ",
+        "run --format nothing": "unknown format 'nothing'; known: ",
+        "run --device tpu": "unknown device 'tpu'; known: cpu",
+        "run --resume DIR": "--resume takes no value, 'DIR' follows it; it goes on with the run in",
+        "run --no-ledger my.toml": "--no-ledger takes no value, 'my.toml' follows it",
+        "run stray": "Got unexpected extra argument",
+        f"run {taken}": f"--out {tmp_path / 'file'}: nothing can be written there (File exists)",
+        "fuzz --backend nosuch": "unknown backend 'nosuch'; known: ",
+        "fuzz --format nothing": "unknown format 'nothing'; known: ",
+        "probe --backend nosuch": "unknown backend 'nosuch'; known: ",
+        "probe --operation moe": "nothing to probe in operation 'moe'; known: ",
+        "probe --format nothing": "unknown format 'nothing'; known: ",
+        "compare torch nosuch": "unknown backend 'nosuch'; known: ",
+        "compare torch torch_bf16 --operation x": "unknown operation 'x'; known: ",
+        f"repro '{CASE}' --backend nosuch": "unknown backend 'nosuch'; known: ",
+        "gating --library nosuch": "--library 'nosuch' is none of ",
+        f"gating {taken}": f"--out {tmp_path / 'file'}: nothing can be written there",
+        "power --area nosuch": "unknown area 'nosuch'; known: ",
+        "power --family nosuch": "unknown family 'nosuch'; there are ",
+        "replay --backend nosuch": "unknown backend 'nosuch'; known: ",
+        "replay --method nosuch": "unknown method 'nosuch'; known: ",
+    }
+    code = """
+import contextlib, io, json, shlex, sys
+from conformance import process
+from conformance.cli import main
+process.Worker.__init__ = None
+said = {}
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        said[words] = [main(shlex.split(words)), stream.getvalue(), "torch" in sys.modules]
+print(json.dumps(said))
+"""
+    script = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
+    done = subprocess.run(
+        script, input=json.dumps(list(wrong)), capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    for words, (exit_code, message, torch) in json.loads(done.stdout).items():
+        assert (words, exit_code, message.count("\n"), torch) == (words, 2, 1, False)
+        assert message.startswith(f"conformance: {wrong[words]}")
+
+
 def test_a_plugin_that_is_right_conforms(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = ("run", *NEAREST, *GOOD, "--backend", "good", "--cases", "12", "--jobs", "2", "--out", str(out))

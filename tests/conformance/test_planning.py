@@ -52,7 +52,7 @@ def test_selections_are_combined() -> None:
 @pytest.mark.parametrize(
     ("operations", "formats", "line"),
     [
-        (("gemv",), (), "unknown operation 'gemv'; known: ue8m0, quantize"),
+        (("gemv",), (), "unknown operation 'gemv' (do you mean 'gemm'?); known: ue8m0, quantize"),
         ((), ("fp7",), "unknown format 'fp7'; known: "),
         (("ue8m0",), ("mxfp8",), "no operation ue8m0 has a format mxfp8"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance import power_score
+from conformance import power_score, power_words
 from conformance.cli import main
 from conformance.discover import UsageError
 from conformance.journal import read_records
@@ -209,6 +209,17 @@ def test_the_command_holds_the_score(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "unknown family 'nobody'" in capsys.readouterr().err
     assert main([*words, "--record"]) == 2
     assert "every area" in capsys.readouterr().err
+
+
+def test_words_are_known_without_importing_the_mutants() -> None:
+    every = (*MUTANTS, *PROBES)
+    areas, families = power_words.areas_and_families()
+    assert areas == sorted({mutant.area for mutant in every})
+    made = {mutant.family for mutant in every} - set(families)
+    assert set(families) <= {mutant.family for mutant in every}
+    assert all(name.startswith(power_words.PROBE) for name in made)
+    with pytest.raises(UsageError, match=r"unknown family 'tranposed-scales'; like it: transposed-scales"):
+        power_words.check((), ("probe-anything", "tranposed-scales"))
 
 
 def test_mutants_are_backends_by_plugin_only(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_entries_of_other_operations_are_left_alone(run: Run, tmp_path: Path, fa
     [
         (("--backend", "none"), "unknown backend 'none'; known: lib"),
         (("--device", "cuda:7"), "unknown device 'cuda:7'; known: cpu"),
-        (("--operation", "gemv"), "unknown operation 'gemv'; known: ue8m0"),
+        (("--operation", "gemv"), "unknown operation 'gemv' (do you mean 'gemm'?); known: ue8m0"),
         (("--format", "fp7"), "unknown format 'fp7'; known: "),
         (("--case", "ue8m0 ceil v=1 seed=1"), "case: ue8m0 ceil lacks from, n, values"),
         (("--case", PASSING.replace("n=4", "n=0")), "case: n=0 is not an integer within 1.."),
