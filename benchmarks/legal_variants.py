@@ -6,8 +6,8 @@
 the recipe of the implementation whose turn it is: another order of K, split K in FP32, one product after another,
 truncating additions, tensor-core instructions, scales on each block's sum, BF16 partial sums, intermediates in BF16,
 payloads by reciprocals, other forms of the sigmoid and of a division. The table has two medians of headroom (1 is the
-edge of what is admissible): of a case's median element, in every fourth case and among the elements for which more than
-one number is admissible, and of a case's largest. Of a router they are those of its weights.
+edge of what is admissible) over the cases in which anything was rounded: of a case's largest, and, in every fourth
+case, of its median element among those that were rounded. Of a router they are those of its weights.
 
 Exits 1 if anything correct was rejected.
 """
@@ -15,6 +15,7 @@ Exits 1 if anything correct was rejected.
 from __future__ import annotations
 
 import argparse
+import platform
 import statistics
 import sys
 import time
@@ -232,7 +233,7 @@ class Form:
             weights = self._over(weights, weights.sum(dim=1, keepdim=True) + 1e-20)
         if method in (*routers.BIASED, "GroupedTopK"):
             weights = weights * float(case["scaling"])
-        return routers._parts(case, ids, weights, case.integer("experts"))
+        return routers._parts(case, ids, weights, case.integer("experts"), inputs.get("expert_map"))
 
     def _score(self, score: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         if score is torch.sigmoid and self.tanh:
@@ -286,7 +287,7 @@ def legal() -> dict[str, list[Legal]]:
 
 
 def element_headrooms(case: Case, inputs: Inputs, parts: Parts, recipe: Recipe) -> Tensor:
-    """Headrooms of the elements for which more than one number is admissible, one-dimensional."""
+    """Headrooms of the elements that are not exact, one-dimensional."""
     recipe = recipe.only(OPERATIONS[case.operation].open_choices(case.variant))
     if case.operation == "routing":
         if case["out"] == "packed":
@@ -295,35 +296,37 @@ def element_headrooms(case: Case, inputs: Inputs, parts: Parts, recipe: Recipe) 
         found = judge_weights(
             parts["weights"], parts["selection"], inputs["logits"], inputs.get("bias"), router, choices
         )
-        return found.headroom[(found.lo < found.hi) & ~found.free]
+        return found.headroom[(found.headroom > 0) & ~found.free]
     output = parts["output"]
     if case.operation == "grouped_gemm":
         rows = grouped_gemm.row_groups(case, inputs)
         wide, some = output.reshape(len(rows), -1).double(), []
         for where, a, b in grouped_gemm.group_operands(case, inputs, rows):
             interval = admissible_gemm(a, b, recipe, output.dtype).interval
-            some.append(judge_interval(wide[where], interval).headroom[interval.lo < interval.hi])
-        return torch.cat(some) if some else torch.empty(0)
+            some.append(judge_interval(wide[where], interval).headroom.reshape(-1))
+        every = torch.cat(some) if some else torch.empty(0)
+        return every[every > 0]
     if case.operation == "gemm":
         interval = admissible_gemm(*gemm.operands(case, inputs), recipe, output.dtype).interval
     else:
         interval = moe.admissible(case, inputs, recipe).interval
-    return judge_interval(output.double(), interval).headroom[interval.lo < interval.hi]
+    headroom = judge_interval(output.double(), interval).headroom
+    return headroom[headroom > 0]
 
 
 @dataclass
 class Tally:
-    """What came of one operation x format."""
+    """What came of one operation x format. exact: cases without any rounding."""
 
     cases: int = 0
+    exact: int = 0
     rejected: list[str] = field(default_factory=list)
     largest: dict[str, list[float]] = field(default_factory=dict)
     typical: dict[str, list[float]] = field(default_factory=dict)
 
     def medians(self) -> str:
         """The cells of the table: medians over cases."""
-        found = [self.typical.get(name) for name in ("fp32", "fp32 normal")]
-        found += [self.largest.get(name) for name in ("fp32", "bf16")]
+        found = [some.get(name) for some in (self.largest, self.typical) for name in ("fp32", "bf16")]
         return " | ".join(f"{statistics.median(some):.2g}" if some else "" for some in found)
 
 
@@ -340,13 +343,13 @@ def examine(cases: Sequence[Case], tallies: dict[tuple[str, str], Tally]) -> Non
         tally.cases += 1
         tally.rejected += [f"{case}, {chosen.name}: {v.part}: {v.message}" for v in verdicts if v.verdict != "pass"]
         last = verdicts[-1] if case.operation == "routing" else verdicts[0]
-        if last.headroom is not None:
+        if last.headroom:
             tally.largest.setdefault(case["out"], []).append(last.headroom)
+        tally.exact += last.headroom == 0
         if number % 4 == 0:
             found = element_headrooms(case, inputs, parts, chosen.recipe)
-            for name in (case["out"], f"{case['out']} {case['values']}"):
-                if found.numel():
-                    tally.typical.setdefault(name, []).append(float(found.median()))
+            if found.numel():
+                tally.typical.setdefault(case["out"], []).append(float(found.median()))
 
 
 def draw(operation: str, variant: str, count: int, seed: int) -> list[Case]:
@@ -374,13 +377,14 @@ def size(case: Case) -> int:
 def table(tallies: Mapping[tuple[str, str], Tally]) -> str:
     """Markdown: a row for each operation x format."""
     lines = [
-        "| operation | format | cases | rejected | FP32: element | `normal`: element | FP32: largest | BF16: largest |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| operation | format | cases | rejected | exact | FP32 largest | BF16 largest | FP32 median | BF16 median |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for (operation, variant), tally in tallies.items():
-        lines.append(f"| {operation} | {variant} | {tally.cases} | {len(tally.rejected)} | {tally.medians()} |")
-    total = sum(tally.cases for tally in tallies.values())
-    lines.append(f"| **all** | | {total} | {sum(len(tally.rejected) for tally in tallies.values())} | | | | |")
+        counts = f"{tally.cases} | {len(tally.rejected)} | {tally.exact}"
+        lines.append(f"| {operation} | {variant} | {counts} | {tally.medians()} |")
+    rows = [(tally.cases, len(tally.rejected), tally.exact) for tally in tallies.values()]
+    lines.append(f"| **all** | | {' | '.join(str(sum(each)) for each in zip(*rows, strict=True))} | | | | |")
     return "\n".join(lines)
 
 
@@ -411,10 +415,11 @@ def main(arguments: list[str] | None = None) -> int:
         command = f"python -m benchmarks.legal_variants --cases {options.cases} --seed {options.seed}"
         head = (
             f"# Correct implementations and their bounds\n\nMade by `{command}`.\n"
-            "Every case is judged with one correct implementation, under what that one declares. Medians of headroom\n"
-            "(1 is the edge of what is admissible), by the dtype of the output: of a case's median element, in every\n"
-            "fourth case and among elements for which more than one number is admissible, in all profiles and in\n"
-            "`normal` alone; and of a case's largest. Of a router, of its weights.\n\n"
+            f"torch {torch.__version__}, Python {platform.python_version()}.\n\n"
+            "Every case is judged with one correct implementation, under what that one declares. `exact`: cases in\n"
+            "which nothing was rounded. Over the others medians of headroom (1 is the edge of what is admissible), by\n"
+            "the dtype of the output: of a case's largest, and, in every fourth case, of its median element among\n"
+            "those that were rounded. Of a router, of its weights.\n\n"
         )
         options.out.write_text(f"{head}{text}\n")
     return 1 if rejected else 0

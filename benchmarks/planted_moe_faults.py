@@ -23,6 +23,7 @@ from conformance.backends import _torch_moe as composite
 from conformance.operations import moe
 from fuzz.case import Case
 from references.judging import judge_interval
+from references.moe.config import local_ids
 from references.recipes import Recipe
 
 SIZES = {"tokens": 17, "experts": 6, "topk": 3, "hidden": 320, "intermediate": 192}
@@ -55,7 +56,7 @@ class Layer:
 
     def __call__(self, case: Case, inputs: Inputs) -> Tensor:
         """The layer's output."""
-        ids, weights, factor = inputs["ids"], inputs["weights"], float(case["scaling"])
+        ids, weights, factor = local_ids(inputs), inputs["weights"], float(case["scaling"])
         on_input = case["weight"] == "input"
         x = self._quantised(case, inputs["x"].float(), inputs, "x", self.x_policy)
         output = torch.zeros_like(x)

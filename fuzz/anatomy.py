@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from fuzz.case import Case, CaseError
+from fuzz.grammar import RANKS
 from fuzz.inputs import TORCH_FLOATS, block_of, element_of, quantize_matrix, strided
+from fuzz.moe_inputs import is_mapped
 from fuzz.routing_inputs import logits_matrix
 from references import layouts
 from references.gemm_formats import Side, scale_order, sides
@@ -150,6 +152,8 @@ def _routing(case: Case) -> Parts:
     if "bias" in dict(case.params):
         dtype = TORCH_FLOATS[case["bias_dtype"]]
         found["bias"] = Part(dtype, (Axis("experts"),), (0,))
+    if case["out"] == "local":
+        found["expert_map"] = _map(case.integer("experts") + case.integer("shared"))
     return found
 
 
@@ -189,6 +193,11 @@ def _gemm(case: Case) -> Parts:
     return found
 
 
+def _map(experts: int) -> Part:
+    """A map of experts, which no range can be cut out of; the simplest has none of them here."""
+    return Part(torch.int32, (experts,), (0xFFFFFFFF,), unit="whole")
+
+
 def _moe(case: Case) -> Parts:
     experts, tokens, hidden = Axis("experts"), Axis("tokens"), Axis("hidden")
     side = config_of(case).sides[1]
@@ -197,6 +206,8 @@ def _moe(case: Case) -> Parts:
         "ids": Part(torch.int32, (tokens, Axis("topk")), (), unit="row"),
         "weights": Part(torch.float32, (tokens, Axis("topk")), (ONE[torch.float32], 0)),
     }
+    if is_mapped(case):
+        found["expert_map"] = _map(RANKS * case.integer("experts"))
     found |= _operand("w1", side, Axis("intermediate", halves=2), hidden, experts)
     found |= _operand("w2", side, hidden, Axis("intermediate"), experts)
     for name in ("w1", "w2"):
@@ -230,11 +241,17 @@ def problem(case: Case, inputs: Mapping[str, Tensor]) -> str | None:
 
 def _structure_problem(case: Case, inputs: Mapping[str, Tensor]) -> str | None:
     if "ids" in inputs:
-        ids, experts = inputs["ids"], case.integer("experts")
+        ids, experts = inputs["ids"], case.integer("experts") * (RANKS if is_mapped(case) else 1)
         for row in ids.tolist():
             used = [item for item in row if item != -1]
             if len(set(used)) < len(used) or not all(0 <= item < experts for item in used):
                 return f"ids {row} are not distinct experts of {experts}, or -1"
+    if "expert_map" in inputs:
+        # A router's case does not say how many experts are here.
+        here = case.integer("experts") + (case.integer("shared") if case.operation == "routing" else 0)
+        used = [item for item in inputs["expert_map"].tolist() if item != -1]
+        if len(set(used)) < len(used) or not all(0 <= item < here for item in used):
+            return f"expert_map does not hold distinct numbers within 0..{here - 1}, or -1"
     if "masked_m" in inputs and not bool(((inputs["masked_m"] >= 0) & (inputs["masked_m"] <= case.integer("m"))).all()):
         return f"masked_m is not within 0..{case['m']}"
     if "m_indices" in inputs:
@@ -338,6 +355,8 @@ def _renumber(found: dict[str, Tensor], inputs: Mapping[str, Tensor], key: str, 
 def _drop_router_groups(
     case: Case, inputs: Mapping[str, Tensor], start: int, stop: int
 ) -> tuple[Case, dict[str, Tensor]] | None:
+    if case["out"] == "local":  # the map names every expert
+        return None
     groups = case.integer("groups")
     size = case.integer("experts") // groups
     left = groups - (stop - start)

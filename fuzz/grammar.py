@@ -224,6 +224,10 @@ def _gemm(variant: str, *, grouped: bool = False) -> Rule:
 
 
 MOE_VALUES = ("normal", "scale_ladder", "outliers", "cancellation", "saturated", "zeros")
+MOE_IDS = ("spread", "skewed", "elsewhere", "map_linear", "map_any")
+"""Ids of experts here; with -1 among them; of the experts of all ranks, with a map to those that are here."""
+RANKS = 3
+"""Ranks that a layer's experts are spread over where there is a map."""
 MOE_SCALES = {
     "deepseek_fp8": ("fp32", "ceil"),
     "mxfp8": MX_POLICIES,
@@ -253,7 +257,7 @@ def _moe(variant: str) -> Rule:
         "experts": Size(most=MAX_EXPERTS),
         "gate": Choice(("first", "second")),
         "hidden": width,
-        "ids": Choice(("spread", "skewed", "elsewhere")),
+        "ids": Choice(MOE_IDS),
         "intermediate": width,
         "limit": Choice(("none", "7")),
         "out": Choice(GEMM_OUT),
@@ -331,7 +335,7 @@ def _routing(router: Router) -> Rule:
     keys: dict[str, Choice | Size] = {
         "dtype": Choice(FLOATS),
         "experts": Size(most=MAX_EXPERTS),
-        "out": Choice(("fp32", "bf16", "fp16", "packed")),
+        "out": Choice(("fp32", "bf16", "fp16", "packed", "local")),
         "padding": Choice(("none", "some")),
         "shared": Choice(("0", "1", "2")),
         "stride": Choice(STRIDES),

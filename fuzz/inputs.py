@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fuzz.case import Case
 from fuzz.code_profiles import CODE_PROFILES
+from fuzz.expert_maps import drawn_kind, expert_map
 from fuzz.gemm_inputs import build_gemm, build_grouped_gemm
 from fuzz.grammar import AMAX_SOURCES
 from fuzz.moe_inputs import build_moe
@@ -212,7 +213,11 @@ def _routing(case: Case, rows: slice | None) -> dict[str, Tensor]:
     logits = strided((last - first, matrix.cols), case["stride"], matrix)
     _fill(logits, matrix, first, last, LOGIT_PROFILES[case["values"]])
     bias = bias_of(case)
-    return {"logits": logits.view(TORCH_FLOATS[case["dtype"]])} | ({} if bias is None else {"bias": bias})
+    found = {"logits": logits.view(TORCH_FLOATS[case["dtype"]])} | ({} if bias is None else {"bias": bias})
+    if case["out"] == "local":
+        mapped = case.text, case.integer("experts"), drawn_kind(case.text), case.integer("shared")
+        found["expert_map"] = expert_map(*mapped)
+    return found
 
 
 _BUILDERS: dict[str, Callable[[Case, slice | None], dict[str, Tensor]]] = {

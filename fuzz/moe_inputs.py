@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fuzz.case import Case
+from fuzz.expert_maps import drawn_kind, expert_map
 from fuzz.gemm_inputs import fill
 from fuzz.gemm_profiles import GEMM_PROFILES, to_codes
+from fuzz.grammar import RANKS
 from fuzz.philox import key_of, words
 from fuzz.sites import Matrix, Site, ladder
 from fuzz.values import ELEMENTS, FLOATS, Integers, Reals, coin, from_bits, integer, pow2, to_bits, unit
@@ -30,6 +32,9 @@ GATE_EXPONENT = 5
 def build_moe(case: Case) -> dict[str, Tensor]:
     """``x``, ``ids``, ``weights``, ``w1`` and ``w2`` with their scales, and the given scales of activations."""
     found = {"x": _activations(case), "ids": _ids(case), "weights": _router_weights(case)}
+    if is_mapped(case):
+        kind = "linear" if case["ids"] == "map_linear" else drawn_kind(case.text, ("round_robin", "shuffled"))
+        found["expert_map"] = expert_map(case.text, RANKS * case.integer("experts"), kind)
     experts = [_expert(case, expert) for expert in range(case.integer("experts"))]
     found |= {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
     for name, exponent in (("x", -7), ("h", -4)):
@@ -59,13 +64,20 @@ def _activations(case: Case) -> Tensor:
     return fill(matrix, lambda site: to_bits(profile(site), bf16), 16).view(torch.bfloat16)
 
 
+def is_mapped(case: Case) -> bool:
+    """Whether ids name the experts of all ranks, and ``expert_map`` those that are here."""
+    return case["ids"] in ("map_linear", "map_any")
+
+
 def _ids(case: Case) -> Tensor:
     """Distinct experts of each token, int32 ``[tokens, topk]``.
 
     ``spread``: any; ``skewed``: the same for every token, so that the other experts stay empty; ``elsewhere``: about a
-    third are -1, one token has none but those.
+    third are -1, one token has none but those. ``map_linear``, ``map_any``: any of all ranks' experts, one in eight -1.
     """
     tokens, experts, topk = (case.integer(key) for key in ("tokens", "experts", "topk"))
+    if is_mapped(case):
+        experts *= RANKS
     skewed = case["ids"] == "skewed"
     drawn = words(key_of(case.text, "ids"), 0, (1 if skewed else tokens) * experts).reshape(-1, experts)
     ids = np.argsort(drawn, axis=1, kind="stable")[:, :topk].repeat(tokens if skewed else 1, axis=0).astype(np.int32)
@@ -74,6 +86,8 @@ def _ids(case: Case) -> Tensor:
         if tokens > 1:
             gone[case.seed % tokens] = True
         ids[gone] = -1
+    if is_mapped(case):
+        ids[integer(words(key_of(case.text, "elsewhere"), 0, tokens * topk), 8).reshape(tokens, topk) == 0] = -1
     return torch.from_numpy(np.ascontiguousarray(ids))
 
 

@@ -45,7 +45,9 @@ Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 def claims() -> Iterable[Claim]:
     """Expert layers with continuous activation scales, unquantised ones, and grouped GEMMs; SM90."""
-    layer = {"gate": ("first",), "limit": ("none",), "out": ("bf16",)}
+    # Ids are mapped before the layer, by a dispatcher (moe/token_dispatcher/standard.py).
+    ids = ("spread", "skewed", "elsewhere")
+    layer = {"gate": ("first",), "ids": ids, "limit": ("none",), "out": ("bf16",)}
     # A row of one block goes another way, to the kernel that quantises whole rows.
     whole = {"hidden": 2 * BLOCK, "intermediate": 2 * BLOCK}
     return [

@@ -47,6 +47,8 @@ def recipe(claim: Claim, source: str) -> Recipe:
 def moe(case: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     """``[tokens, hidden]`` of the case's output dtype, one expert after another."""
     x, ids, weights = inputs["x"].float(), inputs["ids"], inputs["weights"]
+    if "expert_map" in inputs:
+        ids = torch.where(ids < 0, ids, inputs["expert_map"][ids.clamp(min=0).to(torch.int64)])
     on_input, factor = case["weight"] == "input", float(case["scaling"])
     x = quantised(case, x, inputs, "x")
     output = torch.zeros_like(x)

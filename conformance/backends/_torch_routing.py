@@ -33,7 +33,8 @@ METHODS = (
     "TopKSigmoid",
     "GroupedTopK",
 )
-OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "packed": torch.bfloat16}
+OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OUTPUTS |= {"packed": torch.bfloat16, "local": torch.float32}
 
 Scores = Callable[[Tensor], Tensor]
 
@@ -109,7 +110,7 @@ def route(case: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
     if method in (*BIASED, "GroupedTopK"):
         weights = weights * float(case["scaling"])
-    return _parts(case, ids, weights, experts)
+    return _parts(case, ids, weights, experts, inputs.get("expert_map"))
 
 
 def _kept(choice: Tensor, groups: int, count: int, *, pair: bool) -> Tensor:
@@ -123,8 +124,8 @@ def _kept(choice: Tensor, groups: int, count: int, *, pair: bool) -> Tensor:
     return members.masked_fill(dropped[:, :, None], -torch.inf).view_as(choice)
 
 
-def _parts(case: Any, ids: Tensor, weights: Tensor, experts: int) -> dict[str, Tensor]:
-    """Shared experts, padding and the form of the output."""
+def _parts(case: Any, ids: Tensor, weights: Tensor, experts: int, mapping: Tensor | None = None) -> dict[str, Tensor]:
+    """Shared experts, padding and the form of the output. mapping: from all experts to those here."""
     tokens, shared = len(ids), case.integer("shared")
     extra = torch.arange(experts, experts + shared, device=ids.device).expand(tokens, -1)
     ids = torch.cat([ids, extra], dim=1).to(torch.int32)
@@ -135,4 +136,7 @@ def _parts(case: Any, ids: Tensor, weights: Tensor, experts: int) -> dict[str, T
     weights = weights.to(OUTPUTS[case["out"]])
     if case["out"] == "packed":
         return {"packed": (ids << 16) | (weights.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF)}
+    if mapping is not None:
+        local = torch.where(ids < 0, ids, mapping[ids.clamp(min=0).to(torch.int64)])
+        return {"selection": ids, "weights": weights, "local": local}
     return {"selection": ids, "weights": weights}

@@ -140,7 +140,10 @@ def route_kernel(
 def claims(max_tokens: int | None) -> list[Claim]:
     """DeepSeek-V3."""
     maxima = {} if max_tokens is None else {"tokens": max_tokens}
-    return [Claim(operation="routing", variant="DeepSeekV3", source=f"{SOURCE}: route_kernel", maxima=maxima)]
+    where = {"out": ("fp32", "bf16", "fp16", "packed")}
+    return [
+        Claim(operation="routing", variant="DeepSeekV3", source=f"{SOURCE}: route_kernel", where=where, maxima=maxima)
+    ]
 
 
 def recipe() -> Recipe:

@@ -15,7 +15,7 @@ from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.judging import judge_interval
 from references.moe import AdmissibleMoe, admissible_moe, config_of, expectation, expert_operands, nominal_moe
-from references.moe.config import OUTPUTS, activation_scales
+from references.moe.config import OUTPUTS, activation_scales, local_ids
 from references.recipes import Recipe
 from references.rounding import round_to
 from references.tensor_level import examine
@@ -39,7 +39,7 @@ def open_choices(variant: str) -> frozenset[str]:
 
 
 def inputs(case: Case) -> dict[str, Tensor]:
-    """``x``, ``ids``, ``weights``, ``w1``, ``w2``, their scales, and the given scales of activations."""
+    """``x``, ``ids``, ``weights``, ``w1``, ``w2``, their scales, the given scales of activations; ``expert_map``."""
     return fuzz_inputs.build(case)
 
 
@@ -53,7 +53,7 @@ def layer(case: Case, inputs: Mapping[str, Tensor], recipe: Recipe) -> tuple[Any
     config = config_of(case)
     return (
         inputs["x"],
-        inputs["ids"],
+        local_ids(inputs),
         inputs["weights"],
         expert_operands(config, inputs),
         config,
@@ -78,7 +78,7 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     def example(index: tuple[int, ...]) -> dict[str, Any]:
         low, high = (float(end[index]) for end in (interval.lo, interval.hi))
         ends = show_float(low, dtype) if low == high else f"{show_float(low, dtype)} .. {show_float(high, dtype)}"
-        experts = ", ".join(str(item) for item in inputs["ids"][index[0]].tolist())
+        experts = ", ".join(str(item) for item in local_ids(inputs)[index[0]].tolist())
         return {
             "actual": show_float(float(actual[index]), dtype),
             "admissible": ends,

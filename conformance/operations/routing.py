@@ -17,8 +17,9 @@ from fuzz.case import Case
 from references.recipes import Recipe
 from references.routing import METHODS, RoutingConfig, RoutingRecipe, judge_selection, judge_weights, nominal
 from references.routing.cases import config_of, routing_recipe, weight_name
-from references.routing.forms import unpack
+from references.routing.forms import to_local, unpack
 from references.routing.rounding import DTYPES
+from references.routing.rows import padding_rows
 
 NAME = "routing"
 
@@ -48,31 +49,35 @@ def open_choices(variant: str) -> frozenset[str]:
 
 
 def inputs(case: Case) -> dict[str, Tensor]:
-    """``logits`` `[tokens, experts]`; ``bias`` `[experts]` for a biased method."""
+    """``logits`` `[tokens, experts]`; where there are any ``bias`` `[experts]`, ``expert_map`` `[experts + shared]`."""
     return fuzz_inputs.build(case)
 
 
 def outputs(case: Case) -> dict[str, OutputSpec]:
-    """``selection`` (ids), then ``weights``, both `[tokens, topk + shared]`; or ``packed`` alone."""
+    """``selection`` (ids), ``weights``, ``local`` if asked for, all `[tokens, topk + shared]`; or ``packed`` alone."""
     shape = case.integer("tokens"), case.integer("topk") + case.integer("shared")
     if case["out"] == "packed":
         return {"packed": OutputSpec(shape, torch.int32)}
-    return {
+    parts = {
         "selection": OutputSpec(shape, torch.int32),
         "weights": OutputSpec(shape, DTYPES[weight_name(case)]),
     }
+    return {**parts, "local": OutputSpec(shape, torch.int32)} if case["out"] == "local" else parts
 
 
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
-    """The ids as sets, then the weights given the ids that were returned; packed, both in one verdict."""
+    """The ids as sets, then weights and local ids given those returned; packed, ids and weights in one verdict."""
     router, choices = config_of(case), routing_recipe(recipe.only(open_choices(case.variant)), case)
     logits, bias = inputs["logits"], inputs.get("bias")
     if case["out"] != "packed":
         ids, weights = outputs["selection"], outputs["weights"]
-        return [
+        verdicts = [
             selection_verdict(ids, logits, bias, router, choices),
             weights_verdict(weights, ids, logits, bias, router, choices),
         ]
+        if case["out"] == "local":
+            verdicts.append(local_verdict(outputs["local"], ids, inputs["expert_map"], router, choices))
+        return verdicts
     ids, weights = unpack(outputs["packed"])
     weights = weights.to(torch.bfloat16)
     selection = selection_verdict(ids, logits, bias, router, choices)
@@ -138,6 +143,41 @@ def weights_verdict(
         example=example,
     )
     return replace(verdict, stage_radii=_at_worst(found.stage_radii, verdict))
+
+
+def local_verdict(
+    local: Tensor, ids: Tensor, mapping: Tensor, router: RoutingConfig, recipe: RoutingRecipe
+) -> PartVerdict:
+    """The verdict on local ids `[tokens, topk + shared]`, given the ids that came with them.
+
+    Free are those of ids that are no expert, which is for the ids' own verdict, and of padded rows that nobody judges.
+    """
+    known = (ids >= -1) & (ids < len(mapping))
+    expected = to_local(torch.where(known, ids, -1).to(torch.int32), mapping)
+    free = ~known
+    if recipe.padded_rows == "any":
+        free |= padding_rows(len(ids), 0, router, ids.device)[:, None]
+    inside = (local == expected) | free
+    kinds = torch.where(ids < 0, 2, torch.where(expected < 0, 1, 0)).to(torch.uint8)
+
+    def example(index: tuple[int, ...]) -> dict[str, Any]:
+        actual, admissible = (int(item[index]) for item in (local, expected))
+        return {"actual": _shown(actual), "admissible": _shown(admissible), "input": f"expert {int(ids[index])}"}
+
+    return part_verdict(
+        "local",
+        inside=inside,
+        headroom=torch.where(inside, 0.0, torch.inf),
+        equal=inside,
+        kinds=kinds,
+        classes=("here", "elsewhere", "none"),
+        example=example,
+    )
+
+
+def _shown(number: int) -> str:
+    """An int32 with its bits."""
+    return f"0x{number & 0xFFFFFFFF:08x} ({number})"
 
 
 def fingerprints(ids: Tensor) -> str:

@@ -14,7 +14,7 @@ from fuzz.mutants.correct import F32, F64, PLAIN, Parts
 from references.backend import CaseLike
 from references.blocks import quantize
 from references.gemm_formats import operand
-from references.moe.config import MoeConfig, activation_scales, config_of
+from references.moe.config import MoeConfig, activation_scales, config_of, local_ids
 from references.packing import pack_fp4
 from references.rounding import round_to
 
@@ -36,7 +36,8 @@ def outer_of(inputs: Inputs, name: str, expert: int) -> Tensor | None:
 class Steps:
     """The steps of an expert layer that a mutant may replace.
 
-    gate_first, limit, factor: what is made of those of the case. ids: the experts that are computed. dispatched: which
+    gate_first, limit, factor: what is made of those of the case. mapped: ids as they are
+    numbered here. ids: the experts that are computed. dispatched: which
     (token, place) pairs of an expert are. up_shard: the expert whose global
     scale W1's up rows are read with. on_input,
     on_output: whether router weights multiply FC1's input and FC2's output, from where the case wants them. activate:
@@ -46,6 +47,7 @@ class Steps:
     gate_first: Callable[[bool], bool] = lambda first: first
     limit: Callable[[float | None], float | None] = lambda limit: limit
     factor: Callable[[float], float] = lambda factor: factor
+    mapped: Callable[[Inputs], Tensor] = local_ids
     ids: Callable[[Tensor, int], Tensor] = lambda ids, experts: ids
     dispatched: Callable[[Places], Places] = lambda places: places
     up_shard: Callable[[int], int] = lambda expert: expert
@@ -64,7 +66,7 @@ def layer(case: CaseLike, inputs: Inputs, steps: Steps = CORRECT) -> Parts:
     config = config_of(case)
     given = activation_scales(inputs)
     experts = case.integer("experts")
-    ids, weights = steps.ids(inputs["ids"], experts), inputs["weights"].to(F64)
+    ids, weights = steps.ids(steps.mapped(inputs), experts), inputs["weights"].to(F64)
     x = quantised(inputs["x"].to(F32), config, given[0]) if steps.x is None else steps.x
     terms = torch.zeros(*ids.shape, x.shape[1], dtype=F64)
     for expert in range(experts):

@@ -13,7 +13,7 @@ from fuzz.mutants.base import Inputs, Mutant, Part, Partial, Racing
 from fuzz.mutants.correct import F32, F64, Parts
 from references.backend import CaseLike
 from references.routing.cases import config_of, weight_name
-from references.routing.forms import pack
+from references.routing.forms import pack, to_local
 from references.routing.methods import METHODS, RoutingConfig
 from references.routing.rounding import DTYPES
 from references.routing.rows import shared_ids
@@ -85,6 +85,7 @@ class Steps:
     factor: Callable[[RoutingConfig], float] = lambda config: config.scaling_factor
     selected_softmax: Score = softmax
     rotated: bool = False
+    to_here: Callable[[Tensor, Tensor], Tensor] = to_local
 
 
 PLAIN = Steps()
@@ -93,7 +94,7 @@ PLAIN = Steps()
 def route(case: CaseLike, inputs: Inputs, steps: Steps = PLAIN) -> Parts:
     """The parts of a ``routing`` case."""
     ids, weights = selected(case, inputs, steps)
-    return finished(case, ids, weights)
+    return finished(case, ids, weights, inputs.get("expert_map"), to_here=steps.to_here)
 
 
 def selected(case: CaseLike, inputs: Inputs, steps: Steps = PLAIN) -> tuple[Tensor, Tensor]:
@@ -136,15 +137,26 @@ def kept_groups(
     return lowest.masked_fill(dropped[:, :, None], fill).view_as(choice)
 
 
-def finished(case: CaseLike, ids: Tensor, weights: Tensor, *, masked: bool = True) -> Parts:
-    """Padding, dtype and form."""
+def finished(
+    case: CaseLike,
+    ids: Tensor,
+    weights: Tensor,
+    mapping: Tensor | None = None,
+    *,
+    masked: bool = True,
+    to_here: Callable[[Tensor, Tensor], Tensor] = to_local,
+) -> Parts:
+    """Padding, dtype and form. mapping: from all experts to those here, which ``to_here`` reads."""
     if masked and case["padding"] == "some":
         real = case.integer("tokens") * 3 // 4
         ids, weights = ids.clone(), weights.clone()
         ids[real:], weights[real:] = -1, 0.0
     if case["out"] == "packed":
         return {"packed": pack(ids, weights)}
-    return {"selection": ids.to(torch.int32), "weights": weights.to(DTYPES[weight_name(case)])}
+    found = {"selection": ids.to(torch.int32), "weights": weights.to(DTYPES[weight_name(case)])}
+    if mapping is not None:
+        found["local"] = to_here(found["selection"], mapping)
+    return found
 
 
 def _with(steps: Steps) -> Callable[[CaseLike, Inputs], Parts]:
@@ -208,7 +220,7 @@ def _first_expert_for_nan(choice: Tensor) -> Tensor:
 
 def _padding_routed(case: CaseLike, inputs: Inputs) -> Parts:
     ids, weights = selected(case, inputs)
-    return finished(case, ids, weights, masked=False)
+    return finished(case, ids, weights, inputs.get("expert_map"), masked=False)
 
 
 def _fp32_read_as_bf16(logits: Tensor) -> Tensor:
@@ -229,9 +241,10 @@ def _order_by_chance(case: CaseLike, inputs: Inputs) -> dict[str, Part]:
     # The columns of equal weights change places from call to call.
     ids, weights = selected(case, inputs)
     k = case.integer("topk")
-    first = finished(case, ids, weights)
+    mapping = inputs.get("expert_map")
+    first = finished(case, ids, weights, mapping)
     back = torch.cat([torch.arange(k).flip(0), torch.arange(k, ids.shape[1])])
-    second = finished(case, ids[:, back], weights[:, back])
+    second = finished(case, ids[:, back], weights[:, back], mapping)
     return {name: Racing((first[name], second[name])) for name in first}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from references.backend import CaseLike
 from references.gemm_formats import Side, Stored, sides
+from references.routing.forms import to_local
 from references.schemes import Scheme, scheme
 
 OUTPUTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -65,6 +66,11 @@ def config_of(case: CaseLike) -> MoeConfig:
         weight_on_input=case["weight"] == "input",
         dtype=OUTPUTS[case["out"]],
     )
+
+
+def local_ids(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Each token's experts as numbered here, -1 where they are elsewhere: ``ids``, or what a map makes of them."""
+    return to_local(inputs["ids"], inputs["expert_map"]) if "expert_map" in inputs else inputs["ids"]
 
 
 def activation_scales(inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -33,8 +33,8 @@ def real_tokens(case: CaseLike) -> int:
 
 
 def weight_name(case: CaseLike) -> WeightDtype:
-    """The dtype of the weights: ``fp32``, ``bf16`` (the packed form too) or ``fp16``."""
-    word = "bf16" if case["out"] == "packed" else case["out"]
+    """The dtype of the weights: ``fp32`` (beside local ids too), ``bf16`` (the packed form too) or ``fp16``."""
+    word = {"packed": "bf16", "local": "fp32"}.get(case["out"], case["out"])
     return next(name for name in get_args(WeightDtype) if name == word)
 
 

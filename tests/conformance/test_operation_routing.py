@@ -18,7 +18,7 @@ from fuzz.plan import draw_plan
 from references.recipes import ROUTING_CHOICES, Recipe
 from references.routing import RoutingConfig, RoutingRecipe, nominal
 from references.routing.cases import config_of, routing_recipe
-from references.routing.forms import pack
+from references.routing.forms import pack, to_local
 
 DEEPSEEK = (
     "routing DeepSeekV3 v=1 bias=12 bias_dtype=fp32 dtype=fp32 experts=4 groups=2 out={out} padding={padding} "
@@ -176,6 +176,8 @@ def test_the_nominal_answer_passes_everywhere(method: str) -> None:
         ids, weights = nominal(inputs["logits"], inputs.get("bias"), router, recipe)
         packed = asked["out"] == "packed"
         outputs = {"packed": pack(ids, weights)} if packed else {"selection": ids, "weights": weights}
+        if asked["out"] == "local":
+            outputs["local"] = to_local(ids.to(torch.int32), inputs["expert_map"])
         assert check_outputs(routing.outputs(asked), outputs) == []
         verdicts = routing.judge(asked, inputs, outputs, Recipe(source="test"))
         assert [verdict.message for verdict in verdicts if verdict.verdict != "pass"] == [], asked.text

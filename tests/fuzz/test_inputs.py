@@ -114,6 +114,8 @@ def test_shapes_and_dtypes(case):
             expected = {"logits": (floats[case["dtype"]], (case.integer("tokens"), case.integer("experts")))}
             if "bias" in dict(case.params):
                 expected["bias"] = (floats[case["bias_dtype"]], (case.integer("experts"),))
+            if case["out"] == "local":
+                expected["expert_map"] = ("int32", (case.integer("experts") + case.integer("shared"),))
         case "scale_layout":
             plain = "uint8" if case.variant in ("interleave_128x4", "mn_major_packed") else "float32"
             rows, cols = case.integer("rows"), case.integer("cols")
