@@ -8,6 +8,7 @@ from typing import Any
 from conformance.capsule import Capsule, tensors_of
 from conformance.examine import Examination
 from conformance.messages import Claimed, Description, Wire
+from conformance.tensor_file import input_sha256
 from fuzz.case import Case
 from reports.record import Record
 
@@ -57,7 +58,7 @@ def seal(
         plugins=plugins,
         recipe={key: value for key, value in claimed.recipe.items() if key != "source"},
         recipe_text=_line(claimed.recipe_text),
-        input_sha256=record.input_sha256 or "0" * 64,
+        input_sha256=record.input_sha256 or _input_sha256(case, inputs),
         explicit=bool(inputs),
         expected=tuple(examples),
         tensors=tensors_of(inputs, answers[0] if answers else ()),
@@ -65,6 +66,14 @@ def seal(
         failed=times[1],
         **(shrunk or {}),
     )
+
+
+def _input_sha256(case: Case, inputs: Sequence[Wire]) -> str:
+    """Where no answer tells it, as after a crash or a hang."""
+    from conformance.operations import OPERATIONS
+    from fuzz.hashing import sha256_of
+
+    return input_sha256(inputs) if inputs else sha256_of(OPERATIONS[case.operation].inputs(case))
 
 
 def _texts(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,30 @@ def test_a_crash_shrinks_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "shrunk   scale_layout k_major v=1 cols=1 direction=pack rows=" in said
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, check=False)
     assert done.returncode == 11
+    # A case alone fails again on another machine as well: its capsule has the hash that no answer told.
+    assert main(["repro", case, *words[:4], "--capsule", str(tmp_path)]) == 1
+    (path,) = tmp_path.glob("*.json")
+    assert main(["repro", str(path), *words[2:4]]) == 1
+
+
+def test_a_hang_shrinks_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each candidate that hangs costs its deadline twice and a new process; one is enough for a simpler case."""
+    plugin = tmp_path / "bad.py"
+    plugin.write_text(BAD.replace("os._exit(11)", "time.sleep(600)"))
+    case = "scale_layout k_major v=1 cols=2 direction=pack rows=9 values=index seed=3"
+    words = ["--backend", "bad", "--plugin", str(plugin), "--deadline", "1s"]
+    capsules = tmp_path / "capsules"
+    assert main(["repro", case, *words, "--shrink", "--budget", "8s", "--capsule", str(capsules)]) == 1
+    said = capfd.readouterr().out
+    assert "call: hang" in said
+    (path,) = capsules.glob("*.json")
+    held = json.loads(path.read_text())
+    assert (held["verdict"], held["part"], held["origin"]) == ("hang", "call", case)
+    small = Case.parse(held["case"])
+    assert 3 <= small.integer("rows") <= 9
+    assert (small.seed, small != Case.parse(case)) == (0, True)
+    assert main(["repro", str(path), *words[2:]]) == 1
+    assert "call: hang" in capfd.readouterr().out
 
 
 def test_one_cause_is_kept_once(tmp_path: Path) -> None:
