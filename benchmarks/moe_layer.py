@@ -199,7 +199,7 @@ def seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> floa
     return min(found)
 
 
-def table(layer: Layer, repeats: int, others: bool) -> Iterator[str]:
+def table(layer: Layer, repeats: int, bounds: bool, others: bool) -> Iterator[str]:
     """The Markdown table, a line at a time."""
     device = layer.x.device
     recipe = Recipe(source="a benchmark", accumulator="fp32_any")
@@ -210,8 +210,9 @@ def table(layer: Layer, repeats: int, others: bool) -> Iterator[str]:
         "FP64 matrix products alone": products(layer, rows),
         "reference, FP64": lambda: nominal_moe(*given),
         "reference, FP32": lambda: nominal_moe(*given, precision=torch.float32),
-        "reference with bounds": lambda: admissible_moe(*given),
     }
+    if bounds:
+        calls["reference with bounds"] = lambda: admissible_moe(*given)
     missing = {}
     for name, make in (("SGLang moe_forward_native, BF16", sglang), ("vLLM NaiveBatchedExperts, BF16", vllm)):
         try:
@@ -251,6 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scale", choices=("fp32", "ceil"), default="fp32", help="of weights and activations")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=1, help="timed calls, fewer of long ones; the best counts")
+    parser.add_argument("--no-bounds", action="store_true", help="leave the reference with bounds out")
     parser.add_argument("--no-others", action="store_true", help="leave other libraries' references out")
     options = parser.parse_args(arguments)
     sizes = (options.tokens, options.topk, options.hidden, options.intermediate, options.repeats)
@@ -263,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     print(f"{options.experts} experts ({busy} in use), top-{options.topk}, {options.tokens} tokens;")
     print(f"{machine(layer.x.device)}; Python {platform.python_version()}, torch {torch.__version__}\n")
-    for line in table(layer, options.repeats, not options.no_others):
+    for line in table(layer, options.repeats, not options.no_bounds, not options.no_others):
         print(line, flush=True)
     return 0
 
