@@ -344,14 +344,15 @@ def examine(cases: Sequence[Case], tallies: dict[tuple[str, str], Tally]) -> Non
         verdicts = OPERATIONS[case.operation].judge(case, inputs, parts, chosen.recipe)
         tally.cases += 1
         tally.rejected += [f"{case}, {chosen.name}: {v.part}: {v.message}" for v in verdicts if v.verdict != "pass"]
-        last = verdicts[-1] if case.operation == "routing" else verdicts[0]
-        if last.headroom:
-            tally.largest.setdefault(case["out"], []).append(last.headroom)
-        tally.exact += last.headroom == 0
+        judged = next(v for v in verdicts if v.part in ("output", "weights", "packed"))
+        out = "fp32" if case["out"] == "local" else case["out"]
+        if judged.headroom:
+            tally.largest.setdefault(out, []).append(judged.headroom)
+        tally.exact += judged.headroom == 0
         if number % 4 == 0:
             found = element_headrooms(case, inputs, parts, chosen.recipe)
             if found.numel():
-                tally.typical.setdefault(case["out"], []).append(float(found.median()))
+                tally.typical.setdefault(out, []).append(float(found.median()))
 
 
 def draw(operation: str, variant: str, count: int, seed: int) -> list[Case]:

@@ -1,8 +1,8 @@
 """Routers by torch's own operators, in FP32 from the logits' own dtype.
 
 Without groups ids come from ``torch.topk``, which breaks ties as it likes; with groups from a stable sort. There too a
-tie may go either way: on a CPU, vectorised functions give equal logits unequal scores where a row does not fill the last
-vector.
+tie may go either way: on a CPU, vectorised functions give equal logits unequal scores where a row does not fill the
+last vector.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def claims() -> Iterable[Claim]:
         Claim(
             operation="routing",
             variant=method,
-            source="torch.sort(stable=True) of FP32 scores" if method in GROUPED else "torch.topk, which promises no order of ties",
+            source="torch.sort(stable=True)" if method in GROUPED else "torch.topk, which promises no order of ties",
         )
         for method in METHODS
     ]
