@@ -82,7 +82,7 @@ def unknown(word: str, name: str, known: Iterable[str]) -> str:
     if len(known) > MOST_NAMES:
         like = difflib.get_close_matches(name, known, 8, 0.4)
         return f"unknown {word} {name!r}" + (f"; like it: {', '.join(like)}" if like else f"; there are {len(known)}")
-    meant = difflib.get_close_matches(name, known, 1)
+    meant = difflib.get_close_matches(name, known, 1, 0.75)
     hint = f" (do you mean {meant[0]!r}?)" if meant else ""
     return f"unknown {word} {name!r}{hint}; known: {', '.join(known) or 'none'}"
 

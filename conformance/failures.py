@@ -25,12 +25,15 @@ Say = Callable[[str], None]
 
 
 def by_cause(records: Sequence[Record]) -> list[list[Record]]:
-    """The unexplained failures, those that seem to have one cause together, the commonest first."""
+    """The unexplained failures, those that seem to have one cause together, the commonest first.
+
+    Call options tell no causes apart; failures without any come first.
+    """
     found: dict[tuple[str, ...], list[Record]] = {}
-    for record in sorted(records, key=lambda item: (item.backend, item.device, item.case, item.part)):
+    for record in sorted(records, key=lambda item: (item.backend, item.device, item.options, item.case, item.part)):
         if record.failing and not record.ledger_id:
-            about = (record.operation, record.variant, record.backend, record.device, record.options)
-            found.setdefault((*about, record.part, record.verdict), []).append(record)
+            about = (record.operation, record.variant, record.backend, record.device)
+            found.setdefault((*about, record.part, record.verdict, cause_of_record(record).kind), []).append(record)
     return sorted(found.values(), key=lambda group: -len(group))
 
 

@@ -74,7 +74,8 @@ class Blueprint:
         groups = dict.fromkeys((case.operation, case.variant) for case in plan)
         entries = load(ledger) if ledger else Ledger()
         sources = tuple(
-            BackendSource(**{**source, "roots": tuple(map(tuple, source["roots"]))}) for source in data["sources"]
+            BackendSource(**{**item, "roots": tuple(map(tuple, item["roots"])), "names": tuple(item["names"])})
+            for item in data["sources"]
         )
         targets = [
             Target(

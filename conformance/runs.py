@@ -31,8 +31,6 @@ from reports.record import Record, repro_line
 
 OK, FAILED, USAGE, HARNESS, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: conformant; non-conformant; usage error, nothing executed included; harness failure; Ctrl-C."""
-SHOWN_ALIKE = 3
-"""Unexplained failures of one part and verdict in a group that get a line of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,22 +349,15 @@ def _witness_verdict(entry: Mapping[str, Any], records: Sequence[Record]) -> str
     return next((item.verdict for item in its if item.failing), its[0].verdict if its else "")
 
 
-def failure_lines(records: Iterable[Record], plugins: tuple[str, ...]) -> Iterator[str]:
-    """Each unexplained failure with its repro line; of those alike (see `SHOWN_ALIKE`) the first ones."""
-    alike: dict[tuple[str, ...], list[Record]] = {}
-    for record in sorted(records, key=lambda item: (item.backend, item.device, item.case, item.part)):
-        if record.failing and not record.ledger_id:
-            key = (record.backend, record.device, record.operation, record.variant, record.part, record.verdict)
-            alike.setdefault(key, []).append(record)
-    for group in alike.values():
-        for record in group[:SHOWN_ALIKE]:
-            yield f"{record.verdict}: {record.backend} on {record.device}: {record.part}: {record.message}"
-            line = repro_line(
-                record.case, record.backend, device=record.device, options=record.options, plugins=plugins
-            )
-            yield f"    {line}"
-        if len(group) > SHOWN_ALIKE:
-            yield f"    and {len(group) - SHOWN_ALIKE} more like these, listed in report.md"
+def failure_lines(records: Sequence[Record], plugins: tuple[str, ...]) -> Iterator[str]:
+    """One unexplained failure of each cause with its repro line, and how many there are like it."""
+    for group in failures.by_cause(records):
+        record = group[0]
+        yield f"{record.verdict}: {record.backend} on {record.device}: {record.part}: {record.message}"
+        line = repro_line(record.case, record.backend, device=record.device, options=record.options, plugins=plugins)
+        yield f"    {line}"
+        if len(group) > 1:
+            yield f"    and {len(group) - 1} more like it of {record.operation} {record.variant}, listed in report.md"
 
 
 def kept_lines(listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
