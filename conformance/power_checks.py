@@ -17,6 +17,7 @@ from references.blocks import dequantize
 from references.packing import unpack_fp4
 from references.requantize import TARGET
 from references.routing.forms import unpack
+from references.schemes import scheme
 
 F64 = torch.float64
 
@@ -83,7 +84,7 @@ def real(case: Case, inputs: Mapping[str, Tensor], parts: Mapping[str, Tensor]) 
             payload = unpack_fp4(parts["payload"]) if kind.element.bits == 4 else parts["payload"]
             if kind.scale == "static":
                 given = inputs["scale"].view(1, 1)
-                return dequantize(payload, given, scheme_of(case.replace(scale="fp32")))
+                return dequantize(payload, given, scheme(case.variant, case["block"], "fp32"))
             return dequantize(payload, parts["scales"], kind, global_scale=inputs.get("global_scale"))
         case "requantize":
             return dequantize(parts["payload"], parts["scales"], TARGET)

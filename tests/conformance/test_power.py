@@ -143,6 +143,15 @@ def test_other_checks_see_what_their_tolerance_lets_them() -> None:
     assert seen(small) == {"allclose": True, "flashinfer": False, "calc_diff": False, "cosine": False}
 
 
+def test_a_static_scale_s_answers_are_read_whatever_their_values() -> None:
+    words = "block=tensor dtype=fp32 k=2 m=1 scale=static stride=contiguous values=nonfinite"
+    case = Case.parse(f"quantize fp8_per_tensor v=1 {words} seed=0")
+    inputs = {"x": torch.tensor([[torch.inf, 1.0]]), "scale": torch.tensor([2.0])}
+    right = torch.tensor([[0x7E, 0x30]], dtype=torch.uint8)  # 448 and 0.5 under the scale 2
+    assert not any(seen_by(case, inputs, {"payload": right}, {"payload": right.clone()}).values())
+    assert all(seen_by(case, inputs, {"payload": right | 0x7F}, {"payload": right}).values())
+
+
 def test_a_nan_that_belongs_there_is_no_difference() -> None:
     case = Case.parse("ue8m0 nearest v=1 from=scale n=2 values=special seed=0")
     codes = torch.tensor([255, 127], dtype=torch.uint8)
