@@ -1,4 +1,4 @@
-"""A Triton kernel of this project: DeepSeek-V3 routing, grouped top-k of biased sigmoids.
+"""A Triton kernel of this project: grouped top-k, of biased sigmoids (DeepSeek-V3) or of a softmax.
 
 A program takes TILE tokens (one on a GPU; many in the interpreter, where a program is slow). Maxima are taken one after
 another, the lowest index winning, with experts that are out of the game at -inf and everything else finite, so that a
@@ -61,6 +61,7 @@ def route_kernel(
     stride_token,
     stride_expert,
     scaling,
+    SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BF16_LOGITS: tl.constexpr,
     BF16_BIAS: tl.constexpr,
@@ -72,18 +73,24 @@ def route_kernel(
 ):
     """ids and weights [tokens, topk + shared] of logits [tokens, experts] and bias [experts].
 
-    OUT: ``fp32`` and ``fp16`` weights, ``bf16`` words (int16), or ``packed`` ids (weights_ptr is unused). Rows from
-    real_tokens on are padding: id -1, weight 0.
+    SOFTMAX: scores are a softmax, without a bias, and a group's is its largest; else they are sigmoids, with a bias,
+    and a group's is the sum of its two largest. OUT: ``fp32`` and ``fp16`` weights, ``bf16`` words (int16), or
+    ``packed`` ids (weights_ptr is unused). Rows from real_tokens on are padding: id -1, weight 0.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     expert = tl.arange(0, EXPERTS)[None, :]
     inside = (row < tokens)[:, None] & (expert < experts)
     at = row.to(tl.int64)[:, None] * stride_token + expert.to(tl.int64) * stride_expert
     x = load_fp32(logits_ptr, at, inside, BF16_LOGITS)
-    bias = load_fp32(bias_ptr, expert, expert < experts, BF16_BIAS)
-    denominator = 1.0 + tl.exp(-x)
-    score = tl.div_rn(tl.full(denominator.shape, 1.0, tl.float32), denominator)
-    choice = score + bias
+    if SOFTMAX:
+        x = tl.where(expert < experts, x, -float("inf"))
+        numerator = tl.exp(x - tl.max(x, axis=1)[:, None])
+        score = tl.div_rn(numerator, tl.broadcast_to(tl.sum(numerator, axis=1)[:, None], x.shape))
+        choice = score
+    else:
+        denominator = 1.0 + tl.exp(-x)
+        score = tl.div_rn(tl.full(denominator.shape, 1.0, tl.float32), denominator)
+        choice = score + load_fp32(bias_ptr, expert, expert < experts, BF16_BIAS)
     choice = tl.where(choice == choice, choice, -3.0e38)
     choice = tl.where(expert < experts, choice, -float("inf"))
 
@@ -93,10 +100,11 @@ def route_kernel(
         best = tl.full([TILE, GROUPS], -float("inf"), tl.float32)
         for g in range(groups):
             members = tl.where(group == g, choice, -float("inf"))
-            largest = tl.max(members, axis=1)
-            first = tl.argmax(members, axis=1, tie_break_left=True)
-            second = tl.max(tl.where(expert == first[:, None], -float("inf"), members), axis=1)
-            total = tl.maximum(largest + second, -3.0e38)
+            total = tl.max(members, axis=1)
+            if not SOFTMAX:
+                first = tl.argmax(members, axis=1, tie_break_left=True)
+                total += tl.max(tl.where(expert == first[:, None], -float("inf"), members), axis=1)
+            total = tl.maximum(total, -3.0e38)
             best = tl.where(number == g, total[:, None], best)
         kept = tl.full([TILE, EXPERTS], 0, tl.int32)
         for _ in range(kept_groups):
@@ -138,11 +146,12 @@ def route_kernel(
 
 
 def claims(max_tokens: int | None) -> list[Claim]:
-    """DeepSeek-V3."""
+    """DeepSeek-V3, and grouped top-k of a softmax."""
     maxima = {} if max_tokens is None else {"tokens": max_tokens}
     where = {"out": ("fp32", "bf16", "fp16", "packed")}
     return [
-        Claim(operation="routing", variant="DeepSeekV3", source=f"{SOURCE}: route_kernel", where=where, maxima=maxima)
+        Claim(operation="routing", variant=method, source=f"{SOURCE}: route_kernel", where=where, maxima=maxima)
+        for method in ("DeepSeekV3", "GroupedTopK")
     ]
 
 
@@ -158,7 +167,8 @@ def route(
 
     interpreted: many tokens a program, since a program of the interpreter is slow.
     """
-    logits, bias = inputs["logits"], inputs["bias"]
+    logits = inputs["logits"]
+    bias = inputs.get("bias", logits)
     tokens, experts = logits.shape
     topk, shared, form = case.integer("topk"), case.integer("shared"), case["out"]
     shape = tokens, topk + shared
@@ -175,7 +185,7 @@ def route(
         _words(logits), _words(bias), ids, _words(weights), tokens,
         tokens * 3 // 4 if case["padding"] == "some" else tokens,
         experts, groups, experts // groups, case.integer("topk_group"), topk, shared, *logits.stride(),
-        float(case["scaling"]), RENORMALIZE=case["renormalize"] == "on",
+        float(case["scaling"]), SOFTMAX=case.variant == "GroupedTopK", RENORMALIZE=case["renormalize"] == "on",
         BF16_LOGITS=logits.dtype == torch.bfloat16, BF16_BIAS=bias.dtype == torch.bfloat16, OUT=form,
         EXPERTS=triton.next_power_of_2(experts), GROUPS=triton.next_power_of_2(groups),
         COLUMNS=triton.next_power_of_2(topk + shared), TILE=tile,

@@ -99,6 +99,10 @@ CASES = [
     "requantize deepseek_fp8 v=1 k=150 n=131 scale=ceil values=scale_ladder seed=5",
     *(f"routing DeepSeekV3 v=1 {words} scaling=2.5 shared=1 stride=padded {rest} seed=5" for words, rest in ROUTERS),
     *(
+        f"routing GroupedTopK v=1 {words.split(' ', 2)[2]} scaling=2.5 shared=1 stride=padded {rest} seed=5"
+        for words, rest in ROUTERS
+    ),
+    *(
         f"scale_layout {layout} v=1 cols={cols} direction={direction} rows={rows} values=nonfinite seed=5"
         for layout in ("interleave_128x4", "mn_major", "mn_major_packed", "k_major")
         for direction in ("pack", "unpack")
@@ -215,7 +219,7 @@ def _compile(sm: int) -> None:
         "unpack_mn_major_kernel": {"TILE": 128},
         "route_kernel": {
             **dict.fromkeys(("RENORMALIZE", "BF16_LOGITS", "BF16_BIAS"), True),
-            **{"OUT": "bf16", "EXPERTS": 256, "GROUPS": 8, "COLUMNS": 16, "TILE": 1},
+            **{"SOFTMAX": False, "OUT": "bf16", "EXPERTS": 256, "GROUPS": 8, "COLUMNS": 16, "TILE": 1},
         },
     }
     special = {"ue8m0_kernel": {"x_ptr": "*fp32"}}
