@@ -30,8 +30,6 @@ TANH_ERROR = 2.0**-11
 ROUTED_SMS = (89, 90, 100, 103, 107, 120, 121)
 UNWRITTEN = 0x5A5A
 """What the record of a router holds before the call: no expert's id."""
-LARGEST_N = 32768
-"""Widest weight matrix that is tried: the library states no limit, and the oracle's memory grows with it."""
 KERNEL_SWEEP: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",)}
 DTYPES: Mapping[str, tuple[str, ...]] = {"fp32": ("fp32", "bf16"), "bf16": ("bf16", "fp32"), "fp16": ("fp32", "bf16")}
 """Logits' dtype -> dtypes of the bias that the kernel is instantiated for (``csrc/fused_moe/noAuxTcKernels.cu``)."""
@@ -118,7 +116,6 @@ def _cuda_claims(sm: int, replay: bool) -> Iterator[Claim]:
             source=GEMM,
             where={"out": ("bf16",), "layout": ("mn_major",), "scale": ("fp32",)},
             multiples={"k": 128, "n": 64},
-            maxima={"n": LARGEST_N},
             options={"stream": ("side",)},
             enforced=("k",),
         )

@@ -24,7 +24,13 @@ NAME = "gemm"
 JUDGED_PRODUCTS = 2**33
 """Products up to which every row of an output is judged."""
 JUDGED_ELEMENTS = 2**23
-"""Most elements of a sample of rows."""
+"""Most elements of an output that are judged."""
+JUDGED_COLUMNS = 2**18
+"""Most columns that are judged; a sample then has rows enough to be one."""
+JUDGED_WEIGHTS = 2**26
+"""Most elements of B that are decoded."""
+STRIP = 128
+"""Columns that are judged together: the height of a block of B's scales."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = frozenset(
     {"accumulator", "promotion", "scale_combination", "split_k", "k_parts", "out_rounding", "subnormals"}
@@ -46,8 +52,10 @@ def outputs(case: Case) -> dict[str, OutputSpec]:
     return {"output": OutputSpec((case.integer("m"), case.integer("n")), DTYPES[case["out"]])}
 
 
-def operands(case: Case, inputs: Mapping[str, Tensor], chosen: Tensor | None = None) -> tuple[Operand, Operand]:
-    """Both operands, decoded; of A the rows chosen."""
+def operands(
+    case: Case, inputs: Mapping[str, Tensor], chosen: Tensor | None = None, columns: Tensor | None = None
+) -> tuple[Operand, Operand]:
+    """Both operands, decoded; of A the rows chosen, of B those of the columns, which are whole strips."""
     found = []
     for name, rows, side in zip("ab", ("m", "n"), sides(case.variant, case["scale"]), strict=True):
         scales = inputs.get(f"{name}_scales")
@@ -55,10 +63,13 @@ def operands(case: Case, inputs: Mapping[str, Tensor], chosen: Tensor | None = N
             shape = case.integer(rows), case.integer("k")
             scales = plain_scales(scales, side, case["layout"], shape, activation=name == "a")
         numbers = inputs[name]
-        if chosen is not None and name == "a":
-            where = chosen.to(numbers.device)
+        picked = chosen if name == "a" else columns
+        if picked is not None:
+            where = picked.to(numbers.device)
             numbers = numbers[where]
-            scales = scales if scales is None or side.block is None else scales[where]
+            if scales is not None and side.block is not None:
+                height = side.block[0]
+                scales = scales[where if height == 1 else where[::height] // height]
         found.append(operand(numbers, scales, side, inputs.get(f"{name}_global_scale")))
     return found[0], found[1]
 
@@ -66,28 +77,51 @@ def operands(case: Case, inputs: Mapping[str, Tensor], chosen: Tensor | None = N
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
     """Membership of every output, equality with an exact model in a sample of rows, and errors of the whole matrix."""
     recipe, dtype = recipe.only(open_choices(case.variant)), DTYPES[case["out"]]
-    actual, rows = outputs["output"], judged_rows(case)
-    a, b = operands(case, inputs, rows)
-    if rows is not None:
+    actual, rows, columns = outputs["output"], judged_rows(case), judged_columns(case)
+    a, b = operands(case, inputs, rows, columns)
+    if rows is not None or columns is not None:
         problem = not_finite(actual)
         if problem is not None:
             return [problem]
-        actual = actual[rows.to(actual.device)]
+        actual = actual if rows is None else actual[rows.to(actual.device)]
+        actual = actual if columns is None else actual[:, columns.to(actual.device)]
     found = admissible_gemm(a, b, recipe, dtype, actual)
-    verdict = output_verdict(actual, found, fp32_reference(a, b, dtype), dtype, numbers=rows)
+    verdict = output_verdict(actual, found, fp32_reference(a, b, dtype), dtype, numbers=rows, columns=columns)
     return [verdict, *tensor_verdict(case, actual, found, dtype)]
 
 
 def judged_rows(case: Case) -> Tensor | None:
-    """Numbers of the rows that are judged where a product is too large for all of them; None if all are.
+    """Numbers of the rows that are judged where an output is too large for all of them; None if all are.
 
     Evenly spread, the first and the last among them. Of the others only that they are finite is asked.
     """
     m, n, k = (case.integer(key) for key in "mnk")
-    if m * n * k <= JUDGED_PRODUCTS:
+    columns = judged_columns(case)
+    width = n if columns is None else len(columns)
+    if m * width * k <= JUDGED_PRODUCTS and m * width <= JUDGED_ELEMENTS:
         return None
-    count = max(2, min(JUDGED_PRODUCTS // (n * k), JUDGED_ELEMENTS // n))
-    return torch.div(torch.arange(count) * (m - 1), count - 1, rounding_mode="floor") if count < m else None
+    count = max(2, min(JUDGED_PRODUCTS // (width * k), JUDGED_ELEMENTS // width))
+    return _spread(m, count) if count < m else None
+
+
+def judged_columns(case: Case) -> Tensor | None:
+    """Numbers of the columns that are judged where B is too large for all of them; None if all are.
+
+    Whole strips, evenly spread, the first and the last (which may be shorter) among them.
+    """
+    n, k = (case.integer(key) for key in "nk")
+    most = min(JUDGED_COLUMNS, JUDGED_WEIGHTS // k)
+    if n <= most:
+        return None
+    strips = _spread(-(-n // STRIP), max(2, most // STRIP))
+    columns = (strips[:, None] * STRIP + torch.arange(STRIP)).flatten()
+    return columns[columns < n]
+
+
+def _spread(size: int, count: int) -> Tensor:
+    """So many numbers below ``size``, all if there are fewer: evenly spread, the first and the last among them."""
+    count = min(count, size)
+    return torch.div(torch.arange(count) * (size - 1), max(1, count - 1), rounding_mode="floor")
 
 
 def not_finite(actual: Tensor) -> PartVerdict | None:
@@ -126,12 +160,13 @@ def output_verdict(
     shape: tuple[int, ...] | None = None,
     unjudged: Tensor | None = None,
     numbers: Tensor | None = None,
+    columns: Tensor | None = None,
 ) -> PartVerdict:
     """The verdict on an output matrix ``[rows, n]``.
 
     rival: the answer of an FP32 matmul on dequantised operands; the message compares errors with it. shape: of the
-    part, where it has more dimensions. unjudged: bool ``[rows]``, rows where everything is admissible. numbers: of the
-    rows within a larger part, where these are a sample.
+    part, where it has more dimensions. unjudged: bool ``[rows]``, rows where everything is admissible. numbers,
+    columns: of the rows and columns within a larger part, where these are a sample.
 
     bit_equal counts the modelled rows where there are any, else every judged row against the exact sum rounded once.
     """
@@ -161,13 +196,14 @@ def output_verdict(
         equal=equal.view(shape),
         kinds=classify(interval.centre).view(shape),
         example=example,
-        place=tuple if numbers is None else lambda index: (int(numbers[index[0]]), *index[1:]),
+        place=lambda index: _placed(index, numbers, columns),
     )
     counted = equal[found.modelled] if bool(found.modelled.any()) else equal[~skipped]
     worst = divmod(int(headroom.nan_to_num(nan=math.inf).argmax()), headroom.shape[1])
     note = compared(wide[~skipped], rival[~skipped], interval.centre[~skipped])
     note += f"; K in {found.parts} parts" if found.parts > 1 else ""
-    note += "" if numbers is None else f"; {len(numbers)} rows judged, the others finite"
+    sampled = [f"{len(some)} {name}" for name, some in (("rows", numbers), ("columns", columns)) if some is not None]
+    note += f"; {' and '.join(sampled)} judged, the others finite" if sampled else ""
     return replace(
         verdict,
         error=root_mean_square(distance(wide[~skipped], interval.centre[~skipped])),
@@ -176,6 +212,13 @@ def output_verdict(
         stage_radii={name: float(radius[worst]) for name, radius in found.radii.items()},
         message=f"{verdict.message}; {note}" if verdict.message else note,
     )
+
+
+def _placed(index: tuple[int, ...], rows: Tensor | None, columns: Tensor | None) -> tuple[int, ...]:
+    """Where an element of a sample lies in the whole part."""
+    first = index[0] if rows is None else int(rows[index[0]])
+    last = index[-1] if columns is None else int(columns[index[-1]])
+    return (first, *index[1:-1], last)
 
 
 def row_of(index: Sequence[int], shape: tuple[int, ...]) -> int:

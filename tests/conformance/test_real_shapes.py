@@ -90,3 +90,72 @@ def test_faults_in_judged_rows_and_numbers_that_are_not_finite_are_found() -> No
     verdict, worst, message = judged({(20, 3): float("nan")})
     assert (verdict, worst) == ("wrong", [20, 3])
     assert message == "not finite at [20, 3]: nan; nothing here overflows"
+
+
+WIDE = Case.parse("gemm deepseek_fp8 v=1 k=130 layout=mn_major m=9 n=1000 out=fp32 scale=ue8m0 values=normal seed=5")
+BLOCKS = [*range(128), *range(384, 512), *range(896, 1000)]
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "JUDGED_COLUMNS", 3 * 128)
+    monkeypatch.setattr(gemm, "JUDGED_ELEMENTS", 4 * 360)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_columns_are_whole_strips_and_rows_fewer() -> None:
+    columns, rows = gemm.judged_columns(WIDE), gemm.judged_rows(WIDE)
+    assert columns is not None
+    assert columns.tolist() == BLOCKS
+    assert rows is not None
+    assert rows.tolist() == [0, 2, 5, 8]
+    assert gemm.judged_columns(WIDE.replace(n=384)) is None
+
+
+def test_b_is_never_decoded_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """739968 columns of K = 128, and as many of K = 4096; every strip counts once."""
+    for k, most in ((128, gemm.JUDGED_COLUMNS), (4096, 2**14)):
+        columns = gemm.judged_columns(WIDE.replace(n=739968, k=k))
+        assert columns is not None
+        assert len(columns) == len(set(columns.tolist())) == most
+        assert (int(columns[0]), int(columns[-1])) == (0, 739967)
+        rows = gemm.judged_rows(WIDE.replace(m=4096, n=739968, k=k))
+        assert rows is not None
+        assert len(rows) * len(columns) <= gemm.JUDGED_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        WIDE,
+        WIDE.replace(layout="plain", scale="fp32"),
+        Case.parse("gemm mxfp8 v=1 k=96 layout=interleave_128x4 m=9 n=1000 out=fp32 scale=ue8m0 values=normal seed=5"),
+        Case.parse("gemm nvfp4 v=1 k=64 layout=plain m=9 n=1000 out=fp32 scale=e4m3 values=normal seed=5"),
+        Case.parse("gemm fp8_per_tensor v=1 k=40 layout=plain m=9 n=1000 out=fp32 scale=fp32 values=normal seed=5"),
+        Case.parse("gemm bf16 v=1 k=40 layout=plain m=9 n=1000 out=fp32 scale=none values=normal seed=5"),
+    ],
+)
+def test_a_sample_of_columns_has_the_scales_of_its_columns(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = gemm.inputs(case)
+    a, b = gemm.operands(case, inputs)
+    output = admissible_gemm(a, b, RECIPE, torch.float32).interval.nominal.to(torch.float32)
+    for key, value in (("JUDGED_COLUMNS", 3 * 128), ("JUDGED_ELEMENTS", 4 * 360)):
+        monkeypatch.setattr(gemm, key, value)
+
+    def judged(changed: dict[tuple[int, int], float]) -> tuple[str, list[int] | None, str]:
+        actual = output.clone()
+        for place, value in changed.items():
+            actual[place] = value
+        verdict = gemm.judge(case, inputs, {"output": actual}, RECIPE)[0]
+        return verdict.verdict, verdict.worst_index, verdict.message
+
+    verdict, _, message = judged({})
+    assert verdict == "pass"
+    assert message.endswith("; 4 rows and 360 columns judged, the others finite")
+    for column in (0, 400, 999):
+        wrong = 2.0 * float(output[5, column]) + 1.0
+        verdict, worst, message = judged({(5, column): wrong})
+        assert (verdict, worst) == ("wrong", [5, column])
+        assert f"first at [5, {column}]" in message
+    assert judged({(5, 200): 1e9, (6, 0): 1e9})[0] == "pass"  # between the columns, and between the rows
+    assert judged({(5, 200): float("inf")})[:2] == ("wrong", [5, 200])
