@@ -18,6 +18,8 @@ SHAPES: tuple[tuple[int, int, int, int], ...] = (
     (5, 1, 130, 34),
     (2, 2, 512, 16),
     (4, 1, 64, 20),
+    (1, 1, 200, 136),  # as many blocks of 128 one way as the other
+    (136, 1, 8, 8),  # more experts than 7 bits number
 )
 """Experts, top-k, hidden and intermediate size."""
 TOKENS = (1, 5, 17, 3, 2, 9, 33, 130)
