@@ -15,7 +15,7 @@ from conformance.operations.judging import classify, distance, part_verdict, roo
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.gemm import Admissible, admissible_gemm, fp32_reference
-from references.gemm_formats import Operand, operand, plain_scales, sides
+from references.gemm_formats import Operand, Side, operand, plain_scales, sides
 from references.judging import judge_interval
 from references.recipes import Recipe
 from references.tensor_level import examine
@@ -62,16 +62,22 @@ def operands(
         if scales is not None:
             shape = case.integer(rows), case.integer("k")
             scales = plain_scales(scales, side, case["layout"], shape, activation=name == "a")
-        numbers = inputs[name]
         picked = chosen if name == "a" else columns
-        if picked is not None:
-            where = picked.to(numbers.device)
-            numbers = numbers[where]
-            if scales is not None and side.block is not None:
-                height = side.block[0]
-                scales = scales[where if height == 1 else where[::height] // height]
-        found.append(operand(numbers, scales, side, inputs.get(f"{name}_global_scale")))
+        found.append(some_rows(inputs[name], scales, side, inputs.get(f"{name}_global_scale"), picked))
     return found[0], found[1]
+
+
+def some_rows(
+    numbers: Tensor, scales: Tensor | None, side: Side, global_scale: Tensor | None, picked: Tensor | None
+) -> Operand:
+    """`operand` of some of the rows; whole strips of them where rows share a scale."""
+    if picked is not None:
+        where = picked.to(numbers.device)
+        numbers = numbers[where]
+        if scales is not None and side.block is not None:
+            height = side.block[0]
+            scales = scales[where if height == 1 else where[::height] // height]
+    return operand(numbers, scales, side, global_scale)
 
 
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
@@ -97,11 +103,15 @@ def judged_rows(case: Case) -> Tensor | None:
     """
     m, n, k = (case.integer(key) for key in "mnk")
     columns = judged_columns(case)
-    width = n if columns is None else len(columns)
-    if m * width * k <= JUDGED_PRODUCTS and m * width <= JUDGED_ELEMENTS:
-        return None
-    count = max(2, min(JUDGED_PRODUCTS // (width * k), JUDGED_ELEMENTS // width))
-    return _spread(m, count) if count < m else None
+    count = most_rows(m, n if columns is None else len(columns), k)
+    return spread(m, count) if count < m else None
+
+
+def most_rows(rows: int, width: int, k: int) -> int:
+    """How many of the rows are judged, ``width`` outputs of each."""
+    if rows * width * k <= JUDGED_PRODUCTS and rows * width <= JUDGED_ELEMENTS:
+        return rows
+    return max(2, min(rows, JUDGED_PRODUCTS // (width * k), JUDGED_ELEMENTS // width))
 
 
 def judged_columns(case: Case) -> Tensor | None:
@@ -113,27 +123,30 @@ def judged_columns(case: Case) -> Tensor | None:
     most = min(JUDGED_COLUMNS, JUDGED_WEIGHTS // k)
     if n <= most:
         return None
-    strips = _spread(-(-n // STRIP), max(2, most // STRIP))
+    strips = spread(-(-n // STRIP), max(2, most // STRIP))
     columns = (strips[:, None] * STRIP + torch.arange(STRIP)).flatten()
     return columns[columns < n]
 
 
-def _spread(size: int, count: int) -> Tensor:
+def spread(size: int, count: int) -> Tensor:
     """So many numbers below ``size``, all if there are fewer: evenly spread, the first and the last among them."""
     count = min(count, size)
     return torch.div(torch.arange(count) * (size - 1), max(1, count - 1), rounding_mode="floor")
 
 
-def not_finite(actual: Tensor) -> PartVerdict | None:
-    """The verdict on an output that holds anything but finite numbers; None if it does not."""
+def not_finite(actual: Tensor, *, used: Tensor | None = None, slab: int | None = None) -> PartVerdict | None:
+    """The verdict on an output ``[rows, n]`` that holds anything but finite numbers; None if it does not.
+
+    used: bool ``[rows]``, the rows to look at. slab: rows of a slab, where the part is made of slabs.
+    """
     for start in range(0, len(actual), step := max(1, 2**26 // actual.shape[1])):
-        bad = (~torch.isfinite(actual[start : start + step])).nonzero()
+        wrong = ~torch.isfinite(actual[start : start + step])
+        bad = (wrong if used is None else wrong & used[start : start + step, None]).nonzero()
         if len(bad):
             row, column = start + int(bad[0, 0]), int(bad[0, 1])
-            message = f"not finite at [{row}, {column}]: {float(actual[row, column])}; nothing here overflows"
-            return PartVerdict(
-                part="output", verdict="wrong", headroom=math.inf, worst_index=[row, column], message=message
-            )
+            place = [row, column] if slab is None else [*divmod(row, slab), column]
+            message = f"not finite at {place}: {float(actual[row, column])}; nothing here overflows"
+            return PartVerdict(part="output", verdict="wrong", headroom=math.inf, worst_index=place, message=message)
     return None
 
 
@@ -166,7 +179,7 @@ def output_verdict(
 
     rival: the answer of an FP32 matmul on dequantised operands; the message compares errors with it. shape: of the
     part, where it has more dimensions. unjudged: bool ``[rows]``, rows where everything is admissible. numbers,
-    columns: of the rows and columns within a larger part, where these are a sample.
+    columns: of the rows and columns within a larger part, where these are a sample; a row there may have two numbers.
 
     bit_equal counts the modelled rows where there are any, else every judged row against the exact sum rounded once.
     """
@@ -216,9 +229,9 @@ def output_verdict(
 
 def _placed(index: tuple[int, ...], rows: Tensor | None, columns: Tensor | None) -> tuple[int, ...]:
     """Where an element of a sample lies in the whole part."""
-    first = index[0] if rows is None else int(rows[index[0]])
+    first = index[:-1] if rows is None else tuple(rows[index[0]].view(-1).tolist())
     last = index[-1] if columns is None else int(columns[index[-1]])
-    return (first, *index[1:-1], last)
+    return (*first, last)
 
 
 def row_of(index: Sequence[int], shape: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from conformance.operations.base import OutputSpec, PartVerdict
 from fuzz import inputs as fuzz_inputs
 from fuzz.case import Case
 from references.gemm import Admissible, admissible_gemm, fp32_reference
-from references.gemm_formats import Operand, operand, plain_scales, sides
+from references.gemm_formats import Operand, plain_scales, sides
 from references.judging import Interval
 from references.recipes import Recipe
 from references.tensor_level import Expectation
@@ -61,8 +61,14 @@ def settle(case: Case, inputs: Mapping[str, Tensor], parts: Mapping[str, Tensor]
     return {**parts, "output": output.masked_fill(unused[..., None], 0.0)}
 
 
-def group_operands(case: Case, inputs: Mapping[str, Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Operand, Operand]]:
-    """For every group with rows: their numbers in the output, and both operands."""
+def group_operands(
+    case: Case, inputs: Mapping[str, Tensor], rows: Tensor, numbers: Tensor | None = None, columns: Tensor | None = None
+) -> Iterator[tuple[Tensor, Operand, Operand]]:
+    """For every group with rows: which they are of the rows given, and both operands.
+
+    rows: the group of each. numbers: of these rows in the output, all of them if None. columns: of B's rows, whole
+    strips.
+    """
     first, second = sides(case.variant, case["scale"])
     masked = case["grouping"] == "masked"
     m, n, k = (case.integer(key) for key in ("m", "n", "k"))
@@ -70,7 +76,8 @@ def group_operands(case: Case, inputs: Mapping[str, Tensor], rows: Tensor) -> It
         where = (rows == group).nonzero().view(-1)
         if not len(where):
             continue
-        local = where - group * m if masked else where
+        local = where if numbers is None else numbers[where]
+        local = local - group * m if masked else local
         slab = {name: tensor[group] if masked else tensor for name, tensor in inputs.items() if name[:1] == "a"}
         expert = {name: tensor[group] for name, tensor in inputs.items() if name[:1] == "b"}
         found = []
@@ -78,8 +85,9 @@ def group_operands(case: Case, inputs: Mapping[str, Tensor], rows: Tensor) -> It
             scales = part.get(f"{name}_scales")
             if scales is not None:
                 scales = plain_scales(scales, side, case["layout"], (height, k), activation=name == "a")
-            found.append(operand(part[name], scales, side, part.get(f"{name}_global_scale")))
-        yield where, found[0].rows(local), found[1]
+            picked = local if name == "a" else columns
+            found.append(gemm.some_rows(part[name], scales, side, part.get(f"{name}_global_scale"), picked))
+        yield where, found[0], found[1]
 
 
 def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], recipe: Recipe) -> list[PartVerdict]:
@@ -87,17 +95,55 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
     recipe, dtype = recipe.only(gemm.CHOICES), gemm.DTYPES[case["out"]]
     output = outputs["output"]
     rows = row_groups(case, inputs)
-    shape = (len(rows), case.integer("n"))
-    actual = output.reshape(shape)
+    actual = output.reshape(len(rows), case.integer("n"))
+    numbers, columns = judged_rows(case, rows), gemm.judged_columns(case)
+    masked = case["grouping"] == "masked"
+    if numbers is not None or columns is not None:
+        problem = gemm.not_finite(actual, used=rows >= 0, slab=case.integer("m") if masked else None)
+        if problem is not None:
+            return [problem]
+    if numbers is not None:
+        actual, rows = actual[numbers], rows[numbers]
+    if columns is not None:
+        columns = columns.to(actual.device)
+        actual = actual[:, columns]
+    shape = (actual.shape[0], actual.shape[1])
     whole, rival = _anything(shape, actual.device), torch.zeros(shape, dtype=torch.float64, device=actual.device)
     known = True
-    for where, a, b in group_operands(case, inputs, rows):
+    for where, a, b in group_operands(case, inputs, rows, numbers, columns):
         part = admissible_gemm(a, b, recipe, dtype, actual[where])
         known = known and part.expectation is not None
         _place(whole, part, where)
         rival[where] = fp32_reference(a, b, dtype)
-    verdict = gemm.output_verdict(actual, whole, rival, dtype, shape=tuple(output.shape), unjudged=rows < 0)
+    places = numbers
+    if numbers is not None and masked:
+        places = torch.stack((numbers // case.integer("m"), numbers % case.integer("m")), dim=1)
+    part_shape = (*output.shape[:-1], shape[1]) if numbers is None else shape
+    verdict = gemm.output_verdict(
+        actual, whole, rival, dtype, shape=part_shape, unjudged=rows < 0, numbers=places, columns=columns
+    )
     return [verdict, *(gemm.tensor_verdict(case, actual, whole, dtype) if known else ())]
+
+
+def judged_rows(case: Case, rows: Tensor) -> Tensor | None:
+    """Numbers of the rows that are judged where an output is too large for all of them; None if all are.
+
+    rows: the group of each. Evenly spread over the rows that belong to a group, with every group's first and last.
+    """
+    columns = gemm.judged_columns(case)
+    width = case.integer("n") if columns is None else len(columns)
+    count = gemm.most_rows(len(rows), width, case.integer("k"))
+    if count >= len(rows):
+        return None
+    used = (rows >= 0).nonzero().view(-1)
+    if not len(used):
+        return used
+    owner = rows[used]
+    border = torch.ones(len(used) + 1, dtype=torch.bool, device=used.device)
+    border[1:-1] = owner[1:] != owner[:-1]
+    picked = border[1:] | border[:-1]
+    picked[gemm.spread(len(used), count).to(used.device)] = True
+    return used[picked]
 
 
 def _anything(shape: tuple[int, int], device: torch.device) -> Admissible:

@@ -8,7 +8,7 @@ import torch
 from conformance import planning
 from conformance.discover import UsageError
 from conformance.messages import Claimed, Description
-from conformance.operations import gemm
+from conformance.operations import gemm, grouped_gemm
 from fuzz.case import Case
 from references.backend import Claim
 from references.gemm import admissible_gemm
@@ -159,3 +159,56 @@ def test_a_sample_of_columns_has_the_scales_of_its_columns(case: Case, monkeypat
         assert f"first at [5, {column}]" in message
     assert judged({(5, 200): 1e9, (6, 0): 1e9})[0] == "pass"  # between the columns, and between the rows
     assert judged({(5, 200): float("inf")})[:2] == ("wrong", [5, 200])
+
+
+GROUPED = (
+    "grouped_gemm deepseek_fp8 v=1 grouping=%s groups=4 k=130 layout=%s m=150 n=600 out=fp32 scale=%s values=normal "
+    "seed=%d"
+)
+
+
+@pytest.mark.parametrize("grouping", ["contiguous", "contiguous_128", "masked"])
+@pytest.mark.parametrize(("layout", "scale"), [("plain", "fp32"), ("mn_major", "ue8m0")])
+def test_groups_are_judged_on_samples_with_their_first_and_last_rows(
+    grouping: str, layout: str, scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.parse(GROUPED % (grouping, layout, scale, 7))
+    inputs = grouped_gemm.inputs(case)
+    rows = grouped_gemm.row_groups(case, inputs)
+    output = torch.full((len(rows), 600), torch.nan)
+    for where, a, b in grouped_gemm.group_operands(case, inputs, rows):
+        output[where] = admissible_gemm(a, b, RECIPE, torch.float32).interval.nominal.to(torch.float32)
+    assert grouped_gemm.judged_rows(case, rows) is None
+    monkeypatch.setattr(gemm, "JUDGED_COLUMNS", 3 * 128)
+    monkeypatch.setattr(gemm, "JUDGED_ELEMENTS", 10 * 344)
+    chosen = grouped_gemm.judged_rows(case, rows)
+    assert chosen is not None
+    owners = [int(group) for group in rows.unique() if group >= 0]
+    for group in owners:
+        mine = (rows == group).nonzero().view(-1)
+        assert {int(mine[0]), int(mine[-1])} <= set(chosen.tolist())
+    assert bool((rows[chosen] >= 0).all())
+    assert len(chosen) <= 10 + 2 * len(owners)
+    shape = grouped_gemm.outputs(case)["output"].shape
+
+    def judged(row: int | None = None, column: int = 0, value: float = 1e9) -> tuple[str, list[int] | None]:
+        actual = output.clone()
+        if row is not None:
+            actual[row, column] = value
+        verdict = grouped_gemm.judge(case, inputs, {"output": actual.view(shape)}, RECIPE)[0]
+        if row is None:
+            assert verdict.message.endswith(f"; {len(chosen)} rows and 344 columns judged, the others finite")
+        return verdict.verdict, verdict.worst_index
+
+    def place(row: int, column: int) -> list[int]:
+        return [*divmod(row, 150), column] if grouping == "masked" else [row, column]
+
+    assert judged()[0] == "pass"
+    row = int(chosen[len(chosen) // 2])
+    for column in (0, 599):
+        assert judged(row, column) == ("wrong", place(row, column))
+    assert judged(row, 200)[0] == "pass"  # between the strips
+    used = (rows >= 0).nonzero().view(-1).tolist()
+    between = next(number for number in used if number not in set(chosen.tolist()))
+    assert judged(between)[0] == "pass"
+    assert judged(between, 200, float("inf")) == ("wrong", place(between, 200))
