@@ -54,11 +54,11 @@ def nominal_moe(
         rows, factor = places // ids.shape[1], weights.reshape(-1)[places].to(precision)[:, None]
         part = [counts[expert] for expert in group]
         sums = _grouped(entering, rows, [experts(expert)[0] for expert in group], part, precision)
-        h = _activated(sums * factor if config.weight_on_input else sums, config)
+        h = _activated(sums.mul_(factor) if config.weight_on_input else sums, config)
         second = quantised(h.to(F64), config.scheme, config.sides[0], recipe, scales[1])
         inner = second.values(precision)
         found = _grouped(inner, None, [experts(expert)[1] for expert in group], part, precision)
-        output.index_add_(0, rows, found if config.weight_on_input else found * factor)
+        output.index_add_(0, rows, found if config.weight_on_input else found.mul_(factor))
     return (output * config.scaling).to(F64)
 
 
@@ -66,14 +66,15 @@ def _grouped(
     x: Tensor, rows: Tensor | None, weights: list[Stored], counts: list[int], precision: torch.dtype
 ) -> Tensor:
     """Each expert's rows of x, one after another, times its matrix."""
-    found, start = [], 0
+    found, start = x.new_empty(sum(counts), weights[0].rows), 0
     for stored, count in zip(weights, counts, strict=True):
         some = slice(start, start + count)
         start += count
-        mine = x[some] if rows is None else x[rows[some]]
-        parts = [mine @ piece.values(precision).T for piece in stored.pieces()]
-        found.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-    return torch.cat(found)
+        mine, column = x[some] if rows is None else x[rows[some]], 0
+        for piece in stored.pieces():
+            torch.mm(mine, piece.values(precision).T, out=found[some, column : column + piece.rows])
+            column += piece.rows
+    return found
 
 
 def _activated(sums: Tensor, config: MoeConfig) -> Tensor:
