@@ -22,6 +22,7 @@ NAMES = ("torch_grouped_mm", "torch_scaled_grouped_mm", "torch_scaled_grouped_mm
 
 PLAIN_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html"
 SCALED_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_grouped_mm.html"
+OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEASURED = "measured on an H200"
 SM90 = 9
 NORMAL_VALUES = (
@@ -53,7 +54,7 @@ class GroupedMM:
         return str(torch.__version__)
 
     def claims(self, device: str) -> Iterable[Claim]:
-        """BF16 to BF16, rows of 16 bytes as the operator asks. On a CPU it is one matmul a group: not claimed."""
+        """BF16 to BF16, operands' rows of 16 bytes as the operator asks. On a CPU, one matmul a group: not claimed."""
         if not device.startswith("cuda"):
             return []
         major = torch.cuda.get_device_capability(torch.device(device))[0]
@@ -66,8 +67,9 @@ class GroupedMM:
                 variant="bf16",
                 source=PLAIN_SOURCE,
                 where={"out": ("bf16",), **more},
-                multiples={"k": 8, "n": 8},
+                multiples={"k": 8},
                 options=SWEPT,
+                enforced=("k", "out"),
             )
             for more in values
         ]
@@ -80,10 +82,10 @@ class GroupedMM:
 
     def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
         """B is passed as the transpose of row-major matrices."""
-        if case.variant != "bf16" or case["out"] != "bf16":
-            raise Unsupported(f"no {case.operation} {case.variant} to {case['out']}")
-        a, b, ends = inputs["a"], inputs["b"], ends_of_groups(case, inputs)
-        return lambda: {"output": F.grouped_mm(a, b.transpose(-1, -2), offs=ends)}
+        if case.variant != "bf16":
+            raise Unsupported(f"no {case.operation} {case.variant}")
+        a, b, ends, out = inputs["a"], inputs["b"], ends_of_groups(case, inputs), OUTPUTS[case["out"]]
+        return lambda: {"output": F.grouped_mm(a, b.transpose(-1, -2), offs=ends, out_dtype=out)}
 
     def run(self, prepared: Call, out: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run it."""
@@ -113,20 +115,26 @@ class ScaledGroupedMM:
                 where={"out": ("bf16",)},
                 multiples={"k": 16, "n": 16},
                 options=SWEPT,
+                enforced=("k", "n", "out"),
             )
         ]
 
     def recipe(self, claim: Claim) -> Recipe:
         """13 bits, over all of K with fast accumulation, over 128 of it without."""
-        return Recipe(source=MEASURED, accumulator="hopper_fp8", promotion="none" if self._fast else "every_128")
+        return Recipe(
+            source=MEASURED,
+            accumulator="hopper_fp8",
+            promotion="none" if self._fast else "every_128",
+        )
 
     def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
         """The tensors' scales for every row of A and of each B."""
-        if case.variant != "fp8_per_tensor" or case["out"] != "bf16":
-            raise Unsupported(f"no {case.operation} {case.variant} to {case['out']}")
+        if case.variant != "fp8_per_tensor":
+            raise Unsupported(f"no {case.operation} {case.variant}")
         a, b = (inputs[name].view(torch.float8_e4m3fn) for name in "ab")
         m, n, groups = (case.integer(key) for key in ("m", "n", "groups"))
         ends, fast, kind = ends_of_groups(case, inputs), self._fast, F.ScalingType.RowWise
+        out = OUTPUTS[case["out"]]
         a_scales = inputs["a_scales"].reshape(-1, 1).expand(-1, m).contiguous()
         b_scales = inputs["b_scales"].reshape(groups, 1).expand(-1, n).contiguous()
         if ends is not None:
@@ -141,7 +149,7 @@ class ScaledGroupedMM:
                 b_scales,
                 kind,
                 offs=ends,
-                output_dtype=torch.bfloat16,
+                output_dtype=out,
                 use_fast_accum=fast,
             )
             return {"output": output}
@@ -170,5 +178,4 @@ def ends_of_groups(case: Any, inputs: Mapping[str, Tensor]) -> Tensor | None:
     ends = torch.zeros(groups + 1, dtype=torch.int64, device=rows.device)  # the first is of rows that belong to none
     number = torch.arange(1, len(rows) + 1, device=rows.device)
     ends.scatter_reduce_(0, rows.to(torch.int64) + 1, number, "amax")
-    ends[0] = 0
-    return ends.cummax(0).values[1:].to(torch.int32)
+    return ends[1:].cummax(0).values.to(torch.int32)
