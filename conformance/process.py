@@ -332,7 +332,8 @@ class Worker:
         assert self._process is not None
         pid = self._process.pid
         if now - self._children[0] >= SESSION_TICK:
-            self._children = (now, [member for member in watch.session_members(pid) if member != pid])
+            members = watch.recent_members(pid, SESSION_TICK)
+            self._children = (now, [member for member in members if member != pid])
             with suppress(OSError):
                 if self.log.stat().st_size > watch.LOG_LIMIT:
                     os.truncate(self.log, 0)

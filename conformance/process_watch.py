@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +16,8 @@ TAIL = 16384
 LOG_LIMIT = 2**26
 """Bytes at which a log is emptied, so that a worker cannot fill the disk."""
 MAX_LINE = 400
+_looking = threading.Lock()
+_seen: tuple[float, dict[int, list[int]]] = (-1e9, {})
 _LOCATION = re.compile(r'\s*File "([^"]*)", line (\d+) in (\S+)')
 
 
@@ -27,14 +31,28 @@ def resident_bytes(pid: int) -> int:
 
 def session_members(session: int) -> list[int]:
     """The processes of a session, in whatever process group they are."""
-    members = []
+    return _sessions().get(session, [])
+
+
+def recent_members(session: int, age: float) -> list[int]:
+    """The same, as seen at most ``age`` seconds ago: a look at all processes takes long, and serves every worker."""
+    global _seen
+    with _looking:
+        now = time.monotonic()
+        if now - _seen[0] >= age:
+            _seen = (now, _sessions())
+        return _seen[1].get(session, [])
+
+
+def _sessions() -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         with suppress(OSError, IndexError, ValueError):
             # state ppid pgrp session ... follow the command, which may itself hold spaces and brackets
-            if int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                members.append(int(entry.name))
+            session = int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[3])
+            members.setdefault(session, []).append(int(entry.name))
     return members
 
 

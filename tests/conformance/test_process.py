@@ -438,5 +438,16 @@ def test_the_way_a_process_ended(status: int, text: str):
 
 def test_own_session_and_memory_are_seen():
     assert os.getpid() in watch.session_members(os.getsid(0))
+    assert os.getpid() in watch.recent_members(os.getsid(0), 0.0)
     assert watch.resident_bytes(os.getpid()) > 2**20
     assert watch.resident_bytes(2**22 + 1) == 0
+
+
+def test_one_look_at_the_processes_serves_for_a_while() -> None:
+    before = watch.recent_members(os.getsid(0), 0.0)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert watch.recent_members(os.getsid(0), 1e9) == before
+        assert child.pid in watch.recent_members(os.getsid(0), 0.0)
+    finally:
+        child.communicate(b"\n")
