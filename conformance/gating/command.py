@@ -25,7 +25,7 @@ from conformance.gating.model import (
     Truth,
     numbers,
 )
-from conformance.gating.observed import observe
+from conformance.gating.observed import joined, observe
 from conformance.gating.result import Result, headline
 from conformance.gating.rules import findings, without_subject
 from conformance.gating.rules_truth import fake_against_real, from_truth
@@ -37,6 +37,8 @@ FOLDER = "gating"
 """Of a run of every operation that also asks the gates: where their files go, under its own."""
 AT_A_TIME = 2
 """Libraries that are asked at a time, each in a child process."""
+LONG = ("triton",)
+"""Libraries whose answers take so long that their architectures are divided."""
 ON_DEVICE = ("flashinfer", "torch")
 """Libraries whose gates are asked by way of torch's device, so that a real one can stand in for the faked one."""
 
@@ -102,8 +104,7 @@ def survey(settings: Settings, console: Console) -> Result:
     everything = LIBRARIES if settings.device else WITHOUT_NAMES
     asked = list(dict.fromkeys(settings.libraries or everything))
     console.print(f"asking {', '.join(asked)} ...", highlight=False)
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        observed = list(pool.map(lambda library: observe(library, sms, subjects=settings.subjects), asked))
+    observed = _observed(asked, sms, settings.subjects)
     for library, part in zip(asked, observed, strict=True):
         lost = without_subject(part, expected) if part.observations and not settings.subjects else ()
         gaps = (
@@ -126,6 +127,15 @@ def survey(settings: Settings, console: Console) -> Result:
         if finding.library == part.library
     ]
     return Result(tuple(parts), expected, tuple(found), tuple(truths), between)
+
+
+def _observed(asked: Sequence[str], sms: Sequence[int], subjects: tuple[str, ...]) -> list[Observed]:
+    """Each library's gates; one that takes long is divided among as many children as run at a time, and comes first."""
+    jobs = [(library, sms[part::AT_A_TIME]) for library in asked if library in LONG for part in range(AT_A_TIME)]
+    jobs = [job for job in jobs if job[1]] + [(library, sms) for library in asked if library not in LONG]
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        parts = list(pool.map(lambda job: observe(job[0], job[1], subjects=subjects), jobs))
+    return [joined([part for part in parts if part.library == library]) for library in asked]
 
 
 def _between(

@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conformance.gating.model import ARCHITECTURES, Gap, Gate, Observation, Observed
 
 PROBE_S = 3.0
 """Seconds for one runner's gate; those that start to look for kernels on the device take far longer and then fail."""
-SM_S = 60.0
-LIBRARY_S = {"vllm": 420.0}
+SM_S = 120.0
+LIBRARY_S = {"vllm": 420.0, "triton": 420.0}
 LIBRARY_REST_S = 150.0
-"""Seconds for a library: vLLM is imported anew for each architecture."""
+"""Seconds for a library: vLLM is imported anew for each architecture, Triton compiles."""
 OFFERS = {"backends": ("claims", "no claim"), "vllm": ("quant", "does not take this format here")}
 """Libraries that say what they offer on an architecture, and nothing of the rest: the gate that refuses it, and how."""
 ROOT = Path(__file__).parent.parent.parent
@@ -73,6 +74,15 @@ def observe(
         last = err.decode(errors="replace").strip().splitlines()[-1:]
         reason = f"the child ended with {process.returncode}: {' '.join(last)}"
     return _read(library, out.decode(errors="replace").splitlines(), reason)
+
+
+def joined(parts: Sequence[Observed]) -> Observed:
+    """What several children say of one library, each of some architectures."""
+    first = parts[0]
+    rows = sorted((row for part in parts for row in part.observations), key=lambda row: row.sm)
+    gaps = dict.fromkeys(gap for part in parts for gap in part.gaps)
+    version = next((part.version for part in parts if part.version), "")
+    return replace(first, version=version, observations=tuple(rows), gaps=tuple(gaps))
 
 
 def _read(library: str, lines: Sequence[str], reason: str) -> Observed:

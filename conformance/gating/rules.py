@@ -8,6 +8,7 @@
 | `same-family` | SM120 against SM121: one instruction set, so one answer |
 | `gate-raises` | a gate that raises something that no caller takes as a refusal |
 | `flag-off` | scales converted for a library that is switched off or not installed |
+| `accumulator` | a product whose recipe declares another accumulator than its tensor-core instruction has |
 | `explained-no-longer` | a row of known disagreements that explains nothing that was seen |
 """
 
@@ -17,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from conformance.gating import ptx
 from conformance.gating.expected import Expected, Support, explained, holds
 from conformance.gating.model import ARCHITECTURES, Finding, Observation, Observed, numbers
 
@@ -174,12 +176,30 @@ def flag_off(rows: Rows) -> Iterator[Finding]:
     yield from _joined("flag-off", _library(rows), wrong)
 
 
+def accumulator(rows: Rows) -> Iterator[Finding]:
+    """`accumulator`, per subject: what follows from the compiled instruction against what the backend declares."""
+    wrong = _wrong()
+    for item in rows:
+        said = {
+            prefix: [fact.removeprefix(prefix) for fact in item.facts if fact.startswith(prefix)] for prefix in _TWO
+        }
+        for follows in said[ptx.FOLLOWS]:
+            for declared in said[ptx.DECLARED]:
+                if declared not in ptx.WITHIN.get(follows, (declared,)):
+                    message = f"compiles to {item.facts[0]}, which adds as {follows}; its recipe declares {declared}"
+                    wrong[item.subject, message, ""][item.variant].append(item.sm)
+    yield from _joined("accumulator", _library(rows), wrong)
+
+
+_TWO = (ptx.FOLLOWS, ptx.DECLARED)
+
 WITHOUT_CLAIMS: tuple[Callable[[Rows], Iterator[Finding]], ...] = (
     config_against_runner,
     admits_more_than_it_says,
     same_family,
     gate_raises,
     flag_off,
+    accumulator,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from conformance.gating import ptx
 from conformance.gating.model import Finding, Observation, Observed, numbers
 from conformance.gating.result import MARKS, WORDS, Result, headline, status
 from reports.sections import Section, Table
@@ -29,7 +30,7 @@ def section(result: Result, title: str = "Architecture gating") -> Section:
     ]
     for part in result.observed:
         if part.observations:
-            tables += [_library(result, part), *_facts(part)]
+            tables += [_library(result, part), *_facts(part), *_accumulators(part)]
     return Section(
         title=title,
         headline=headline(result),
@@ -122,11 +123,29 @@ def _cell(result: Result, part: Observed, item: Observation | None) -> str:
 
 
 def _facts(part: Observed) -> list[Table]:
-    """What compiled code is made of, joined over architectures with the same."""
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    """What compiled code is made of, joined over variants and architectures with the same."""
+    found: dict[tuple[str, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for item in part.observations:
-        if item.facts:
-            found[item.subject, item.facts].append(item.sm)
-    rows = tuple((subject, numbers(sms), ", ".join(facts)) for (subject, facts), sms in found.items())
+        facts = [fact for fact in item.facts if not fact.startswith((ptx.FOLLOWS, ptx.DECLARED))]
+        if facts:
+            found[item.subject, ", ".join(facts)][item.sm].append(item.variant)
+    rows = tuple((subject, numbers(by_sm), facts) for (subject, facts), by_sm in found.items())
     head = ("kernel", "where", "found in its PTX")
     return [Table(title=f"{part.library}: compiled code", head=head, rows=rows, code=(0,), folded=True)] if rows else []
+
+
+def _accumulators(part: Observed) -> list[Table]:
+    """Which accumulator follows from a product's instruction, beside the one that its backend declares."""
+    found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for item in part.observations:
+        follows, declared = (
+            ", ".join(fact.removeprefix(prefix) for fact in item.facts if fact.startswith(prefix))
+            for prefix in (ptx.FOLLOWS, ptx.DECLARED)
+        )
+        if follows:
+            units = ", ".join(fact for fact in item.facts if fact.split(" ")[0] in ptx.UNITS)
+            found[item.subject, item.variant, units, follows, declared or "no claim"].append(item.sm)
+    rows = tuple((subject, variant, numbers(sms), *rest) for (subject, variant, *rest), sms in found.items())
+    head = ("kernel", "of", "where", "instruction", "adds as", "recipe declares")
+    title = f"{part.library}: accumulators"
+    return [Table(title=title, head=head, rows=rows, code=(0,), folded=True)] if rows else []

@@ -1,61 +1,47 @@
-"""This project's Triton kernels compiled for each architecture, down to a cubin, without a GPU.
+"""Triton kernels compiled for each architecture, down to a cubin, without a GPU: this project's, SGLang's and vLLM's.
 
-What a compiled kernel is made of is read from its PTX: the tensor-core instruction, the conversions, and whether a
-division is exact. A kernel that does not compile is refused, with the compiler's own line.
+Which kernels, and with which constants, is what the backends' libraries launch for a case of each claim on the faked
+device (``launches.py``). What a compiled kernel is made of is read from its PTX (``ptx.py``). A kernel that does not
+compile is refused, with the compiler's own line. Claims are those of any architecture: what is compiled here need not
+be claimed here; where it is, the accumulator that the recipe declares stands beside the one that follows.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
+from conformance.gating import fake_device, ptx
 from conformance.gating.child import LibraryError, Probe, Row, SlowError, limited
-from conformance.gating.model import Gate
+from conformance.gating.model import ARCHITECTURES, Gate
 
 COMPILE_S = 30.0
-FACTS: Mapping[str, str] = {
-    "wgmma": r"wgmma\.mma_async",
-    "tcgen05.mma": r"tcgen05\.mma",
-    "mma.sync": r"\bmma\.sync",
-    "e4m3 MMA": r"(mma\S*e4m3)|(kind::(f8f6f4|mxf8f6f4))",
-    "cvt.rn.satfinite.e4m3x2": r"cvt\.rn\.satfinite\.e4m3x2\.f32",
-    "cvt.rn.satfinite.e2m1x2": r"cvt\.rn\.satfinite\.e2m1x2",
-    "cvt.rn.f16x2.e4m3x2": r"cvt\.rn\.f16x2\.e4m3x2",
-    "cvt.rn.bf16": r"cvt\.rn\.bf16",
-    "div.rn": r"div\.rn\.f32",
-    "div.full": r"div\.full\.f32",
-    "approx": r"\b(div|rcp|sqrt|ex2|lg2|tanh)\.approx",
-}
-"""What is looked for in PTX: what it is called, and a regular expression."""
-KERNELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
-    "ue8m0_kernel": (
-        "_triton_kernels",
-        {"POLICY": "ceil", "FROM_AMAX": True, "QMAX": 448.0, "EMAX": 8, "MANTISSA_BITS": 3, "BLOCK": 1024},
-        {"x_ptr": "*fp32"},
-    ),
-    "quantize_e4m3_kernel": ("_triton_kernels", {"POLICY": "ceil", "TILE_M": 16, "GROUP": 32}, {}),
-    "quantize_e2m1_kernel": ("_triton_kernels", {"POLICY": "e4m3", "TILE_M": 16, "GROUP": 16}, {}),
-    "dequantize_e4m3_kernel": ("_triton_kernels", {"SCALE": "ue8m0", "TILE_M": 16, "TILE_K": 128}, {}),
-    "bf16_gemm_kernel": (
-        "_triton_gemm",
-        {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64},
-        {"a_ptr": "*bf16", "b_ptr": "*bf16"},
-    ),
-    "fp8_gemm_kernel": (
-        "_triton_gemm",
-        {"SCALE": "fp32", "PACKED": False, "TILE_M": 64, "TILE_N": 64, "GROUP": 128},
-        {"a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32"},
-    ),
-}
-"""Kernel: its module under `conformance.backends`, its constants, and the types that differ from `_type`."""
+PTXAS = "TRITON_PTXAS_PATH"
+"""Set by torch's inductor to another assembler than Triton's own, which knows fewer architectures."""
+SOURCES: Mapping[str, str] = {"triton_cuda": "triton.", "sglang_triton": "sglang.", "vllm_triton": "vllm."}
+"""Modules of `conformance.backends` whose backends launch Triton kernels; what stands before their kernels' names."""
+CLAIMING = (90, 100)
+"""Architectures on which one backend or another claims all that it can do anywhere."""
+JIT = "sglang_jit"
+"""A backend of these modules whose kernels are CUDA."""
+TOLD_APART = ("block", "scale")
+"""Parameters of a claim that are part of a variant's name where the claim has one value for them."""
+WITH_ACCUMULATOR = ("gemm", "grouped_gemm", "moe")
 _SAYS = tuple(re.compile(words, re.IGNORECASE) for words in (r"fatal|unsupported|not (supported|defined)", "error"))
 """What the telling line of a compiler's message has, best first."""
 _NO_TOOL = re.compile(r"ptxas.*(not found|No such file)|cannot find ptxas", re.IGNORECASE)
-_INDEX = re.compile(r"(starts|counts)_ptr\Z")
+
+_ASSEMBLER = os.environ.get(PTXAS)
+
+Compiled = tuple[Gate, tuple[str, ...]]
 
 
 def load() -> tuple[str, list[str], Probe]:
@@ -66,55 +52,129 @@ def load() -> tuple[str, list[str], Probe]:
     except importlib.metadata.PackageNotFoundError:
         raise LibraryError("triton is not installed") from None
     try:
-        triton = importlib.import_module("triton")
-        target = importlib.import_module("triton.backends.compiler").GPUTarget
-        source = importlib.import_module("triton.compiler").ASTSource
+        importlib.import_module("triton")
+        importlib.import_module("triton.backends.compiler").GPUTarget  # noqa: B018
+        importlib.import_module("triton.compiler").ASTSource  # noqa: B018
+        fake_device.install(ARCHITECTURES[0])
+        _without_msgspec()
+        launches: Any = importlib.import_module("conformance.gating.launches")
+        planning: Any = importlib.import_module("conformance.planning")
+        for operation, variant in planning.groups((), ()):  # once, for every fork
+            launches.cornerstones(operation, variant)
+        importlib.import_module("torch._dynamo")
     except Exception as error:
         raise LibraryError(f"triton {version} cannot be asked: {type(error).__name__}: {error}") from error
 
     def probe(sm: int, request: Mapping[str, Any]) -> Iterator[Row]:
-        for name, (module, constants, types) in KERNELS.items():
-            if not request["subjects"] or any(word in name for word in request["subjects"]):
-                kernel = getattr(importlib.import_module(f"conformance.backends.{module}"), name)
-                signature = {
-                    argument: "constexpr" if argument in constants else types.get(argument, _type(argument))
-                    for argument in kernel.arg_names
-                }
-                yield (
-                    name,
-                    "compiled",
-                    *_compile(triton, source(kernel, signature, constexprs=constants), target("cuda", sm, 32)),
-                )
+        done: dict[str, Compiled] = {}
+        wanted = tuple(request["subjects"])
+        for source, prefix in SOURCES.items():
+            if not wanted or any(word.startswith(prefix) or not _prefixed(word) for word in wanted):
+                yield from _source(source, prefix, sm, wanted, done)
 
-    return version, ["this project's kernels, compiled by triton.compile"], probe
+    return version, ["what backends of this project launch, compiled by triton.compile"], probe
 
 
-def _type(argument: str) -> str:
-    if argument in ("x_ptr", "output_ptr"):
-        return "*bf16"
-    if argument in ("amax_floor", "scale_floor"):
-        return "fp32"
-    if argument == "global_scale_ptr":
-        return "*fp32"
-    if _INDEX.search(argument):
-        return "*i32"
-    if argument.endswith("_ptr"):
-        return "*u8"
-    return "i64" if argument.startswith("stride_") else "i32"
+def _prefixed(word: str) -> bool:
+    return word.startswith(tuple(SOURCES.values()))
 
 
-def _compile(triton: Any, source: Any, target: Any) -> tuple[tuple[Gate, ...], tuple[str, ...]]:
+def _without_msgspec() -> None:
+    """SGLang's JIT kernels need it, its Triton kernels do not."""
+    if importlib.util.find_spec("msgspec") is None:
+        module = ModuleType("msgspec")
+        module.__spec__ = importlib.machinery.ModuleSpec("msgspec", None)
+        module.Struct = type("Struct", (), {"__init_subclass__": classmethod(lambda cls, **_: None)})  # type: ignore[attr-defined]
+        sys.modules["msgspec"] = module
+
+
+def _without_jit(module: Any) -> None:
+    """SGLang's expert layers are asked for although nothing compiles CUDA here: its JIT sorts experts beforehand."""
+    module.can_compile = lambda: True
+    modules: Any = importlib.import_module("conformance.backends._sglang_modules")
+    modules._align = lambda *_: None
+
+
+def _source(source: str, prefix: str, sm: int, wanted: Sequence[str], done: dict[str, Compiled]) -> Iterator[Row]:
+    """The kernels of one module's backends; a library that is not at hand is a row under its name."""
+    from conformance.gating.launches import launches
+
+    fake_device.choose(sm)
+    try:
+        module = importlib.import_module(f"conformance.backends.{source}")
+        if prefix == "sglang.":
+            _without_jit(module)
+        backends = [backend for backend in module.backends() if backend.name != JIT]
+    except Exception as error:
+        if not wanted:
+            yield prefix.rstrip("."), "", (Gate("import", "unknown", _reason(error)),), ()
+        return
+    for backend in backends:
+        claims = {}
+        for other in (*CLAIMING, sm):  # the last one leaves the backend on this architecture
+            fake_device.choose(other)
+            for claim in backend.claims("cuda:0"):
+                claims[repr(claim)] = claim
+        here = {repr(claim): backend.recipe(claim) for claim in backend.claims("cuda:0")}
+        rows: dict[tuple[str, str], tuple[list[Gate], dict[str, None]]] = {}
+        for name, claim in claims.items():
+            for launch in launches(backend, claim):
+                subject = prefix + launch.name
+                if wanted and not any(word in subject for word in wanted):
+                    continue
+                if launch.kind not in done:
+                    done[launch.kind] = _compile(launch, sm)
+                gate, facts = done[launch.kind]
+                declared = [here[name].accumulator] if name in here and claim.operation in WITH_ACCUMULATOR else []
+                gates, found = rows.setdefault((subject, _variant(claim)), ([], {}))
+                gates.append(gate)
+                found |= dict.fromkeys(_with_accumulators(facts, sm, declared))
+        for (subject, variant), (gates, found) in rows.items():
+            yield subject, variant, (_worst(gates),), tuple(sorted(found, key=_place))
+
+
+def _variant(claim: Any) -> str:
+    if claim.operation == "routing":
+        return "routing"
+    words = [claim.where[key][0] for key in TOLD_APART if len(claim.where.get(key, ())) == 1]
+    return " ".join([claim.operation, claim.variant, *words])
+
+
+def _worst(gates: Sequence[Gate]) -> Gate:
+    return min(gates, key=lambda gate: ("no", "unknown", "yes").index(gate.answer))
+
+
+def _place(fact: str) -> int:
+    """Instructions first, accumulators last, each in its order."""
+    if fact.startswith((ptx.FOLLOWS, ptx.DECLARED)):
+        return 2
+    return 1 if fact in ptx.FACTS else 0
+
+
+def _with_accumulators(facts: Iterable[str], sm: int, declared: Sequence[str]) -> tuple[str, ...]:
+    facts = tuple(facts)
+    units = [fact for fact in facts if fact.split(" ")[0] in ptx.UNITS]
+    follows = [ptx.FOLLOWS + ptx.accumulator(unit, sm, upcast=ptx.UPCAST in facts) for unit in units]
+    return (*facts, *follows, *(ptx.DECLARED + name for name in declared if units))
+
+
+def _compile(launch: Any, sm: int) -> Compiled:
+    triton: Any = importlib.import_module("triton")
+    if os.environ.get(PTXAS) != _ASSEMBLER:
+        os.environ.pop(PTXAS, None)
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", sm, 32)
+    source = importlib.import_module("triton.compiler").ASTSource(
+        launch.kernel, dict(launch.signature), constexprs=dict(launch.constants), attrs=dict(launch.attributes)
+    )
     try:
         with limited(COMPILE_S):
-            built = triton.compile(source, target=target)
+            built = triton.compile(source, target=target, options=dict(launch.options))
     except SlowError as slow:
-        return (Gate("compile", "unknown", str(slow)),), ()
+        return Gate("compile", "unknown", str(slow)), ()
     except Exception as error:
         reason = _reason(error)
-        return (Gate("compile", "unknown" if _NO_TOOL.search(reason) else "no", reason),), ()
-    ptx = built.asm["ptx"]
-    found = tuple(name for name, pattern in FACTS.items() if re.search(pattern, ptx))
-    return (Gate("compile", "yes" if built.asm.get("cubin") else "no"),), found
+        return Gate("compile", "unknown" if _NO_TOOL.search(reason) else "no", reason), ()
+    return Gate("compile", "yes" if built.asm.get("cubin") else "no"), ptx.facts(built.asm["ptx"])
 
 
 def _reason(error: BaseException) -> str:
