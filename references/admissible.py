@@ -8,7 +8,8 @@ reciprocals taken first or not. The longest known chain is x * RN(1 / RN(scale *
 roundings; r roundings to nearest, each within u = 2^-24, stay within r u / (1 - r u) of the exact value (Higham,
 Accuracy and Stability, lemma 3.1), which is the relative bound here with r = 5. A rounding whose result is subnormal
 errs by at most 2^-150 instead; what later operations make of that is added as an absolute term, factor by factor. An
-order that overflows in an intermediate result although the answer is finite is not admitted.
+order that overflows in an intermediate result although the answer is finite is not admitted. Where scale and global are
+powers of two no rounding happens in any order, so that the payload has no relative bound there: a tie is a tie.
 
 **Flush to zero** (``subnormals=flush``). An operand or result that is an FP32 subnormal may be replaced by zero, so
 zero becomes admissible beside the regular answer; a division by a scale that was flushed to zero is not admitted.
@@ -174,11 +175,18 @@ def _payload_bounds(
         else:
             total = inner * outer
             relative = (1 + recipe.payload_error) * (1 + CHAIN) * (1 + _subnormal_divisor(total)) - 1
+            if recipe.payload_error == 0:  # nothing is rounded, here in FP64 neither
+                shifted = _power_of_two(inner) & _power_of_two(outer) & (total.abs() >= LEAST_NORMAL)
+                relative = torch.where(shifted, -SLACK, relative)
             # x / scale or its like subnormal, then / global or / scale; 1 / global or 1 / (scale global), then * x.
             absolute = TINY * ((1 / outer.abs() + 1 / inner.abs() + 1) + values.abs() * (1 + 1 / inner.abs()))
             bounds = _around(torch.where(values == 0, values, values / total), relative, absolute)
         low[rows], high[rows] = (ordinal(encode(item, element), element) for item in bounds)
     return torch.minimum(low, nominal), torch.maximum(high, nominal)
+
+
+def _power_of_two(values: Tensor) -> Tensor:
+    return torch.frexp(values.abs()).mantissa == 0.5
 
 
 def _subnormal_divisor(total: Tensor) -> Tensor:

@@ -168,6 +168,23 @@ def test_nvfp4_payloads_admit_every_fp32_order(outer: float) -> None:
         assert bool(judge_payload(code, found, E2M1).inside.all())
 
 
+@pytest.mark.parametrize("outer", [1.0, 2.0**-20, 2.0**40])
+@pytest.mark.parametrize(
+    ("number", "code"), [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6), (-2.5, -4)]
+)
+def test_a_tie_under_powers_of_two_is_a_tie_in_every_order(number: float, code: int, outer: float) -> None:
+    x = torch.tensor([[number * 0.5 * outer, number * 0.375 * outer]], dtype=torch.float32)
+    chosen, given = scheme("nvfp4", "1x16", "e4m3"), torch.tensor([outer], dtype=torch.float32)
+    for inner, column, width in ((0.5, 0, 0), (0.375, 1, 1)):  # beside it, a scale whose reciprocal is rounded
+        scales = torch.tensor([[inner]], dtype=torch.float64)
+        found = admissible_payload(x[:, column : column + 1], scales, chosen, DEFAULT, global_scale=given)
+        assert (int(found.hi) - int(found.lo), int(found.nominal)) == (width, code)
+    approximate = replace(DEFAULT, payload_arithmetic="approximate", payload_error=2.0**-22)
+    scales = torch.tensor([[0.5]], dtype=torch.float64)
+    found = admissible_payload(x[:, :1], scales, chosen, approximate, global_scale=given)
+    assert int(found.hi) - int(found.lo) == 1
+
+
 def test_nvfp4_sets_are_single_away_from_boundaries() -> None:
     x = matrix(64, 512)
     found = codes_of(x, NVFP4, DEFAULT)
