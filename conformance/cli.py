@@ -75,6 +75,9 @@ def run(
     least: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Claimed cases for each backend x operation x variant.")
     ] = None,
+    most: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Claimed cases of these that a backend is called on at most.")
+    ] = None,
     case: Annotated[list[str] | None, _many("--case", "TEXT", "Run this case.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Run the cases of a plan file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
@@ -123,6 +126,7 @@ def run(
         devices=tuple(device or ()),
         cases=cases,
         least=least,
+        most=most,
         texts=tuple(case or ()),
         plan=plan,
         seed=seed,

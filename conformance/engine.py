@@ -27,7 +27,7 @@ from conformance.process import WorkerFailed
 from conformance.progress import Progress
 from conformance.verdicts import Replies, Subject
 from fuzz.case import Case
-from fuzz.plan import pace
+from fuzz.plan import first, pace
 from references.backend import Claim
 from reports.record import Record
 
@@ -80,7 +80,7 @@ class Target:
 
     start: a worker, new unless ``before`` says how many cases it has run. options: call options, which are part of a
     record's identity. swept: a target of ``conformance.sweeps``, run on some of the cases whose claim lists its option.
-    ledger: the entries that apply.
+    ledger: the entries that apply. most: claimed cases of each operation x variant, all if None.
     """
 
     description: Description
@@ -89,6 +89,7 @@ class Target:
     options: Mapping[str, str] = field(default_factory=dict)
     swept: bool = False
     ledger: Ledger = field(default_factory=Ledger)
+    most: int | None = None
 
     @cached_property
     def _claims(self) -> dict[tuple[str, str], list[tuple[Claim, Claimed]]]:
@@ -151,15 +152,15 @@ class Target:
         return (case.text, self.description.backend, self.description.device, self.options_text)
 
     def share(self, plan: Sequence[Case]) -> list[Case]:
-        """The ledger's witnesses, then the plan without the claimed cases beyond the pace of a slow backend.
+        """The ledger's witnesses, then the plan without claimed cases beyond ``most`` or the pace of a slow backend.
 
         Of the claimed cases in each group (operation x variant) the first are kept, at least one.
         """
         if self.swept:
-            offered = [case for case in plan if self._offers(case)]
+            offered = first([case for case in plan if self._offers(case)], self.most)
             return list(dict.fromkeys(pace(offered, SWEPT_SHARE * self.description.pace)))
         claimed = [case for case in plan if self.covers(case)]
-        left_out = set(claimed).difference(pace(claimed, self.description.pace))
+        left_out = set(claimed).difference(pace(first(claimed, self.most), self.description.pace))
         cases = [*self.ledger.witnesses(), *(case for case in plan if case not in left_out)]
         return list(dict.fromkeys(cases))
 

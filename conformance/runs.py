@@ -47,6 +47,7 @@ class Settings:
     devices: tuple[str, ...] = ()
     cases: int | None = None
     least: int | None = None
+    most: int | None = None
     texts: tuple[str, ...] = ()
     plan: Path | None = None
     seed: int = 0
@@ -108,7 +109,12 @@ def prepare(settings: Settings, asked: Asked, ledger: Ledger, fleet: Fleet) -> t
     plan = list(dict.fromkeys(given)) or planned(settings, chosen, descriptions)
     groups = list(dict.fromkeys((case.operation, case.variant) for case in plan))
     targets = [
-        Target(description=item.description, start=item.start, ledger=ledger.narrowed(item.description, groups))
+        Target(
+            description=item.description,
+            start=item.start,
+            ledger=ledger.narrowed(item.description, groups),
+            most=settings.most,
+        )
         for item in survey.found
     ]
     _check_something_runs(plan, targets, survey)

@@ -100,6 +100,17 @@ def pace(plan: Iterable[Case], share: float) -> list[Case]:
     return kept
 
 
+def first(plan: Iterable[Case], most: int | None) -> list[Case]:
+    """The first ``most`` cases of each group of a plan, in its order; all of them if None."""
+    taken: Counter[Group] = Counter()
+    kept = []
+    for case in plan:
+        taken[_group(case)] += 1
+        if most is None or taken[_group(case)] <= most:
+            kept.append(case)
+    return kept
+
+
 def write_plan(path: Path, plan: Iterable[Case], comments: Iterable[str] = ()) -> None:
     """Write a plan as text: comments with a leading ``# ``, then one case a line."""
     lines = [f"# {comment}" for comment in comments] + [case.text for case in plan]

@@ -275,5 +275,5 @@ def _left_out(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(entry.get("cases"), int) and entry["cases"]:
             yield (
                 _place(entry),
-                f"{text.plural(entry['cases'], 'case')} of the plan left out, beyond the share it asks for",
+                f"{text.plural(entry['cases'], 'case')} of the plan left out, beyond its share",
             )

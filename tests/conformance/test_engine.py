@@ -208,6 +208,14 @@ def test_a_slow_backend_takes_the_first_share_of_each_group(tmp_path: Path) -> N
     assert result.complete
 
 
+def test_a_backend_is_called_on_no_more_cases_than_asked(tmp_path: Path) -> None:
+    claims = [Claim(operation="ue8m0", variant="ceil", source="s")]
+    records, result = execute(tmp_path, [target("a", claims=claims, most=1)])
+    assert [item.case for item in records if item.verdict == "pass"] == [PLAN[0].text]
+    assert verdict_counts(records)["unsupported"] == sum(case.variant == "floor" for case in PLAN)
+    assert result.left_out == {("a", "cpu"): sum(case.variant == "ceil" for case in PLAN) - 1}
+
+
 def test_a_crash_that_needs_company_is_flaky_and_names_it(tmp_path: Path) -> None:
     def third(case: Case, poison: str, before: int) -> CallReply:
         return CallReply(status="crash", message="SIGSEGV") if before == 2 else right(case, poison, before)
