@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from references import layouts
-from references.blocks import block_size, grid_rows, scale_grid, scale_values
+from references.blocks import block_size, scale_grid, scale_values
 from references.elements import E2M1, E4M3FN, Element, decode, e4m3_as_float16
 from references.least_bits import NOTHING, ZERO_CODE, code_least_bits, least_bit
 from references.packing import unpack_fp4
@@ -209,10 +209,16 @@ def operand(numbers: Tensor, scales: Tensor | None, side: Side, global_scale: Te
     factors = scale_values(scales, side.scheme)
     if global_scale is not None:
         factors = factors * global_scale.to(F64).reshape(())
-    by_row = grid_rows(factors, side.block, shape, slice(0, shape[0]))
+    by_row = _by_row(factors, side.block, shape)
     width = block_size(shape, side.block)[1]
     values = _scaled(codes, by_row, width)
     return Operand(codes, by_row, width, values, side, raw)
+
+
+def _by_row(factors: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
+    """One row of scales for each row of the matrix, in a single step: a GPU waits for every one of them."""
+    height = block_size(shape, block)[0]
+    return factors if height == 1 else factors.repeat_interleave(height, dim=0)[: shape[0]]
 
 
 def _scaled(codes: Tensor, scales: Tensor, width: int) -> Tensor:
@@ -265,9 +271,9 @@ class Stored:
         factors = scale_values(self.scales, self.side.scheme)
         if self.global_scale is not None:
             factors = factors * self.global_scale.to(F64).reshape(())
-        if dtype == torch.float32:
-            factors = round_to(factors, dtype).to(dtype)
-        by_row = grid_rows(factors, self.side.block, shape, slice(0, shape[0]))
+            factors = round_to(factors, dtype) if dtype == torch.float32 else factors
+        factors = factors.to(dtype)
+        by_row = _by_row(factors, self.side.block, shape)
         return _scaled(codes, by_row * unit, block_size(shape, self.side.block)[1])
 
     def pieces(self) -> Iterator[Stored]:

@@ -15,6 +15,8 @@ Formats 1.0, section 5.4). Every policy works on the bits of an FP32 number; its
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -36,15 +38,20 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Codes uint8 of any shape to 2^(code - 127) in FP64 or FP32, exactly (code 0 is an FP32 subnormal); 255 to NaN."""
     if codes.dtype != torch.uint8:
         raise ValueError(f"ue8m0: codes are {codes.dtype}, expected uint8")
-    if dtype == torch.float64:
-        wide = codes.to(torch.int64)
-        values = ((wide + (1023 - 127)) << 52).view(torch.float64)
-    elif dtype == torch.float32:
-        wide = codes.to(torch.int32)
-        values = torch.where(wide == 0, torch.full_like(wide, 1 << 22), wide << 23).view(torch.float32)
-    else:
+    if dtype not in (torch.float64, torch.float32):
         raise ValueError(f"ue8m0: cannot decode to {dtype}")
-    return torch.where(wide == NAN, torch.full_like(values, float("nan")), values)
+    return torch.take(_values(dtype, codes.device), codes.to(torch.int64))
+
+
+@lru_cache(maxsize=16)
+def _values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of all codes."""
+    wide = torch.arange(256, dtype=torch.int64, device=device)
+    if dtype == torch.float64:
+        values = ((wide + (1023 - 127)) << 52).view(torch.float64)
+    else:
+        values = torch.where(wide == 0, 1 << 22, wide << 23).to(torch.int32).view(torch.float32)
+    return values.masked_fill(wide == NAN, float("nan"))
 
 
 def _magnitude(values: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ def moe(case: Any, inputs: Mapping[str, Tensor], output: Tensor, *, use_ue8m0: t
     limit = float("inf") if case["limit"] == "none" else float(case["limit"])
     terms = h.new_empty(tokens * topk, hidden, dtype=torch.float32)
     blocks = triton.cdiv(hidden, 128), triton.cdiv(inner, 128)
-    words = {"FP8": fp8, "W_UE8M0": asked, "WEIGHT_ON_INPUT": on_input, "TILE_M": TILE_M}
+    # Three stages of BF16 tiles, gate, up and x, are more than Hopper's shared memory.
+    words = {"FP8": fp8, "W_UE8M0": asked, "WEIGHT_ON_INPUT": on_input, "TILE_M": TILE_M, "num_stages": 3 if fp8 else 2}
     moe_kernels.fc1_kernel[(len(expert), blocks[1])](
         x, x_scales, w1, w1_scales, h, h_scales, pairs, weights, expert, start, end,
         topk, hidden, inner, *blocks, triton.cdiv(2 * inner, 128), gate_at, up_at, limit, AMAX_FLOOR,
