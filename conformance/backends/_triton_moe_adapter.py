@@ -25,6 +25,8 @@ OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AMAX_FLOOR = 2.0**-40
 """Lower bound of amax under FP32 scales, so that a zero block has a quotient."""
 TILE_M = 64
+STAGES = {True: 3, False: 2}
+"""Of FP8 and BF16 loops: three of BF16's gate, up and x tiles are more than Hopper's shared memory."""
 INTERPRETED = {"experts": 4, "hidden": 160, "intermediate": 160, "tokens": 70, "topk": 4}
 """Sizes in the interpreter, where a program takes some milliseconds and every expert needs its own."""
 
@@ -75,8 +77,7 @@ def moe(case: Any, inputs: Mapping[str, Tensor], output: Tensor, *, use_ue8m0: t
     limit = float("inf") if case["limit"] == "none" else float(case["limit"])
     terms = h.new_empty(tokens * topk, hidden, dtype=torch.float32)
     blocks = triton.cdiv(hidden, 128), triton.cdiv(inner, 128)
-    # Three stages of BF16 tiles, gate, up and x, are more than Hopper's shared memory.
-    words = {"FP8": fp8, "W_UE8M0": asked, "WEIGHT_ON_INPUT": on_input, "TILE_M": TILE_M, "num_stages": 3 if fp8 else 2}
+    words = {"FP8": fp8, "W_UE8M0": asked, "WEIGHT_ON_INPUT": on_input, "TILE_M": TILE_M, "num_stages": STAGES[fp8]}
     moe_kernels.fc1_kernel[(len(expert), blocks[1])](
         x, x_scales, w1, w1_scales, h, h_scales, pairs, weights, expert, start, end,
         topk, hidden, inner, *blocks, triton.cdiv(2 * inner, 128), gate_at, up_at, limit, AMAX_FLOOR,

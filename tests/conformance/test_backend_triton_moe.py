@@ -1,13 +1,15 @@
 """The fused expert layer in Triton: interpreted against the judge, its tiles against a plain loop.
 
-Run as a script it reads cases, one a line after the places that get power-of-two scales (``as-asked``, or of ``x`` and
-``h`` those that do), and answers with a line of JSON each.
+Run as a script it answers requests for the tests, a line of JSON each. ``judge`` reads cases, one a line after the
+places that get power-of-two scales (``as-asked``, or of ``x`` and ``h`` those that do); ``compile`` makes the kernels
+for Hopper.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,12 +38,13 @@ CASES = [
 CEIL = LAYER % (FP8, 2, "first", 256, "spread", 256, "none", "fp32", "ceil", "1", 5, 2, "normal", "output", 900013)
 
 
-def ask(lines: Sequence[str]) -> list[dict[str, Any]]:
+def ask(what: str, lines: Sequence[str] = (), **environment: str) -> list[dict[str, Any]]:
     """The script's answers."""
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, what],
         input="\n".join(lines),
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "TRITON_INTERPRET": "1"},
+        env={**given, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -52,7 +55,8 @@ def ask(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 def test_interpreted_layers_pass_and_continuous_scales_fail_where_powers_of_two_were_asked_for() -> None:
     places = ["xh", "h", "x", "-"]
-    answers = ask([*(f"as-asked {case}" for case in CASES), *(f"{place} {CEIL}" for place in places)])
+    lines = [*(f"as-asked {case}" for case in CASES), *(f"{place} {CEIL}" for place in places)]
+    answers = ask("judge", lines, TRITON_INTERPRET="1")
     assert [answer["case"] for answer in answers] == [*CASES, *[CEIL] * len(places)]
     assert [answer["failures"] for answer in answers[: len(CASES)]] == [[]] * len(CASES)
     both, *dropped = answers[len(CASES) :]
@@ -60,6 +64,16 @@ def test_interpreted_layers_pass_and_continuous_scales_fail_where_powers_of_two_
     for answer in dropped:
         assert answer["failures"] == ["output"], answer["place"]
         assert answer["headroom"] > 1.5
+
+
+@pytest.mark.slow
+def test_on_hopper_the_kernels_fit_and_keep_ieee_division(tmp_path: Path) -> None:
+    built = ask("compile", TRITON_CACHE_DIR=str(tmp_path))
+    assert [answer["kernel"] for answer in built] == ["fc1_kernel", "fc2_kernel"] * 2
+    for answer in built:
+        assert answer["shared"] <= 227 * 1024
+        assert answer["wgmma"]
+        assert (answer["div"], answer["ftz"]) == (["div.rn.f32"] * (answer["kernel"] == "fc1_kernel"), False)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -91,7 +105,45 @@ def test_the_interpreter_claims_small_layers_and_a_gpu_all() -> None:
     assert list(adapter.claims(False, (8, 9))) == []
 
 
-def _main() -> None:
+def _compile() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from conformance.backends import _triton_moe as kernels
+    from conformance.backends import _triton_moe_adapter as adapter
+
+    numbers = {"limit": "fp32", "amax_floor": "fp32", "weights_ptr": "*fp32", "terms_ptr": "*fp32"}
+    numbers |= dict.fromkeys(("pairs_ptr", "tile_expert_ptr", "tile_start_ptr", "expert_end_ptr"), "*i32")
+    for fp8 in (True, False):
+        types = numbers | ({} if fp8 else dict.fromkeys(("x_ptr", "w1_ptr", "h_ptr", "w2_ptr"), "*bf16"))
+        for kernel in (kernels.fc1_kernel, kernels.fc2_kernel):
+            words: dict[str, Any] = {name: True for name in kernel.arg_names if name.endswith(("UE8M0", "INPUT"))}
+            words |= {"FP8": fp8, "TILE_M": adapter.TILE_M}
+            signature = {
+                name: "constexpr" if name in words else types.get(name, "*u8" if name.endswith("_ptr") else "i32")
+                for name in kernel.arg_names
+            }
+            # Sizes and addresses that let loads run ahead, which takes the most memory.
+            aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name in ("hidden", "inner")]
+            known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+            built = triton.compile(
+                ASTSource(kernel, signature, constexprs=words, attrs=known),
+                target=GPUTarget("cuda", 90, 32),
+                options={"num_stages": adapter.STAGES[fp8]},
+            )
+            ptx = built.asm["ptx"]
+            answer = {
+                "kernel": kernel.__name__,
+                "shared": built.metadata.shared,
+                "wgmma": "wgmma.mma_async" in ptx,
+                "div": sorted(set(re.findall(r"div\.\w+\.f32", ptx))),
+                "ftz": ".ftz" in ptx,
+            }
+            print(json.dumps(answer), flush=True)
+
+
+def _judge() -> None:
     from conformance.backends import _triton_moe_adapter as adapter
     from conformance.backends.triton_interpreter_corrected import backends
     from conformance.operations import moe
@@ -115,4 +167,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _judge() if sys.argv[1] == "judge" else _compile()
