@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from conformance.gating import fake_device
+from conformance.gating import flashinfer_functions as functions
 from conformance.gating.child import LibraryError, Probe, Row, SlowError, limited
 from conformance.gating.model import ARCHITECTURES, ENVIRONMENT, Gate, classify
 
@@ -23,7 +24,8 @@ OLDEST = (0, 7)
 REGISTRY = "_BACKEND_RUNNERS"
 CAUGHT = (NotImplementedError, ValueError, RuntimeError)
 EXPERTS, TOP_K = 256, 8
-SITUATIONS = (("Default", None, 2048), ("Renormalize", None, 2048), ("Renormalize", True, 512))
+Situation = tuple[str, bool | None, int]
+SITUATIONS: tuple[Situation, ...] = (("Default", None, 2048), ("Renormalize", None, 2048), ("Renormalize", True, 512))
 """Routing method, programmatic dependent launch, intermediate size: some runners take few geometries."""
 
 
@@ -47,7 +49,8 @@ def load() -> tuple[str, list[str], Probe]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise LibraryError(f"flashinfer {version} has no fused-MoE registry where it was ({reason})") from error
-    notes = ["asked through flashinfer.fused_moe.layer._BACKEND_RUNNERS on a faked device"]
+    functions.load()
+    notes = ["asked through flashinfer.fused_moe.layer._BACKEND_RUNNERS and the functions' own lists on a faked device"]
 
     def probe(sm: int, request: Mapping[str, Any]) -> Iterator[Row]:
         fake_device.choose(sm)
@@ -56,6 +59,9 @@ def load() -> tuple[str, list[str], Probe]:
             name = config_class.__name__
             if not request["subjects"] or any(word in name for word in request["subjects"]):
                 yield from _runner(api, config_class, runner_class, sm, float(request["probe_s"]))
+        for name, variant, gates in functions.rows(sm):
+            if not request["subjects"] or any(word in name for word in request["subjects"]):
+                yield name, variant, gates, ()
 
     return version, notes, probe
 
@@ -77,8 +83,36 @@ def _runner(api: Any, config_class: Any, runner_class: Any, sm: int, limit: floa
         yield name, "", (gate, Gate("quant", "no", "admits no format at all")) if config is not None else (gate,), ()
         return
     for quant in quants:
-        answer = _ask(api, config, runner_class, quant, limit)
-        yield name, f"{quant.weight.name}x{quant.activation.name}", (gate, answer), ()
+        answer, situation, runner = _ask(api, config, runner_class, quant, limit)
+        pair = f"{quant.weight.name}x{quant.activation.name}"
+        yield name, pair, (gate, answer), ()
+        if answer.answer == "yes" and gate.answer == "yes":
+            for variant, routing in _routing(api, config, runner_class, quant, situation, runner, limit):
+                yield name, f"{pair} {variant}", (gate, routing), ()
+
+
+def _routing(
+    api: Any, config: Any, runner_class: Any, quant: Any, situation: Situation, runner: Any, limit: float
+) -> Iterator[tuple[str, Gate]]:
+    """How routing reaches an admitted runner, as `MoELayer` asks; then, of one that routes itself, the methods."""
+    modes = getattr(runner, "supported_routing_modes", ())
+    for mode in getattr(api, "RoutingInputMode", ()):
+        yield f"routing {mode.name}", Gate("routing", "yes" if mode in modes else "no")
+    if not any(mode.name == "FromLogits" for mode in modes):
+        return
+    for method in api.RoutingMethodType:
+        try:
+            with limited(limit):
+                made = _config(api, config, runner_class, quant, method.name, *situation[1:])
+                runner_class(made, device=_device()).check_support()
+            yield f"routing {method.name}", Gate("routing", "yes")
+        except SlowError as slow:
+            yield f"routing {method.name}", Gate("routing", "unknown", str(slow))
+        except Exception as error:
+            answer = classify(error, CAUGHT)
+            # A refusal that speaks of no architecture is of the method: all else is as it was admitted.
+            said = "no" if isinstance(error, CAUGHT) and not ENVIRONMENT.search(answer.detail) else answer.answer
+            yield f"routing {method.name}", Gate("routing", said, answer.detail)
 
 
 def _quants(api: Any, runner_class: Any) -> Iterator[Any]:
@@ -91,23 +125,23 @@ def _quants(api: Any, runner_class: Any) -> Iterator[Any]:
                 break
 
 
-def _ask(api: Any, config: Any, runner_class: Any, quant: Any, limit: float) -> Gate:
-    """The runner's gate: yes if it admits in one situation; else what it says first, refusals preferred."""
+def _ask(api: Any, config: Any, runner_class: Any, quant: Any, limit: float) -> tuple[Gate, Situation, Any]:
+    """The runner's gate: yes if it admits in one situation, which is told; else its first word, refusals preferred."""
     said = []
     for situation in SITUATIONS:
         try:
             with limited(limit):
                 runner = runner_class(_config(api, config, runner_class, quant, *situation), device=_device())
                 runner.check_support()
-                return Gate("runner", "yes")
+                return Gate("runner", "yes"), situation, runner
         except SlowError as slow:
-            return Gate("runner", "unknown", str(slow))
+            return Gate("runner", "unknown", str(slow)), situation, None
         except Exception as error:
             answer = classify(error, CAUGHT)
             said.append(Gate("runner", answer.answer, answer.detail))
         if said[-1].answer == "error" or ENVIRONMENT.search(said[-1].detail):
-            return said[-1]
-    return next((gate for gate in said if gate.answer == "no"), said[0])
+            return said[-1], situation, None
+    return next((gate for gate in said if gate.answer == "no"), said[0]), SITUATIONS[0], None
 
 
 def _config(

@@ -11,6 +11,8 @@ from conformance.gating.result import MARKS, WORDS, Result, headline, status
 from reports.sections import Section, Table
 from reports.text import line
 
+ROUTING = " routing "
+"""Divides a variant into formats and how they are routed."""
 LEGEND = (
     "`yes` admits, `-` refuses, `?` cannot be told on this machine, `raises` neither; ✓ as published, ✗ disagrees, "
     "! disagrees and is explained; no mark: no published claim."
@@ -30,7 +32,7 @@ def section(result: Result, title: str = "Architecture gating") -> Section:
     ]
     for part in result.observed:
         if part.observations:
-            tables += [_library(result, part), *_facts(part), *_accumulators(part)]
+            tables += [_library(result, part), *_routing(part), *_facts(part), *_accumulators(part)]
     return Section(
         title=title,
         headline=headline(result),
@@ -104,7 +106,8 @@ def _library(result: Result, part: Observed) -> Table:
     cells: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     answers: dict[tuple[str, str], dict[int, Observation]] = defaultdict(dict)
     for item in part.observations:
-        answers[item.subject, item.variant][item.sm] = item
+        if ROUTING not in item.variant or status(result, part, item) in ("disagree", "known"):
+            answers[item.subject, item.variant][item.sm] = item
     for (subject, variant), by_sm in answers.items():
         shown = tuple(_cell(result, part, by_sm.get(sm)) for sm in sms)
         cells[subject, shown].append(variant)
@@ -116,6 +119,26 @@ def _library(result: Result, part: Observed) -> Table:
         folded=True,
         notes=part.notes,
     )
+
+
+def _routing(part: Observed) -> list[Table]:
+    """How routing may reach a runner, and by which methods it may route itself, where the runner is admitted."""
+    words: dict[tuple[str, str, int], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for item in part.observations:
+        formats, between, word = item.variant.partition(ROUTING)
+        if between and item.answer in ("yes", "no"):
+            words[item.subject, formats, item.sm][item.answer == "no"].append(word)
+    same: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (subject, formats, sm), (yes, no) in words.items():
+        same[subject, ", ".join(yes), ", ".join(no)][formats].append(sm)
+    rows: list[tuple[str, ...]] = []
+    for (subject, taken, refused), by_formats in same.items():
+        where: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for formats, sms in by_formats.items():
+            where[tuple(sms)].append(formats)
+        rows += [(subject, ", ".join(names), numbers(sms), taken, refused) for sms, names in where.items()]
+    head = ("runner", "formats", "where", "routing that it takes", "that it refuses")
+    return [Table(title=f"{part.library}: routing", head=head, rows=tuple(rows), code=(0,), folded=True)] * bool(rows)
 
 
 def _cell(result: Result, part: Observed, item: Observation | None) -> str:
