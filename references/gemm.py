@@ -97,10 +97,10 @@ def _nearest_order(
 
 
 def _expectation(facts: Sums, a: Operand, b: Operand, recipe: Recipe, parts: Radius) -> Expectation | None:
-    """The model of errors, without the outputs that are certain."""
+    """The model of errors, without the outputs that are certain; none where the recipe fixes every bit."""
     found = around_exact(facts, recipe)
     named = replace(recipe, scale_combination="fma_dot_sasb")
-    if found is None and recipe.scale_combination == "any" and has_model(a, b, named):
+    if found is None and has_model(a, b, named) and not has_model(a, b, recipe):
         rows = sample_rows(a.values.shape[0], b.values.shape[0] * facts.n, facts.exact.device)
         spread, model = torch.zeros_like(facts.exact), torch.zeros_like(facts.exact)
         model[rows] = exact_rows(a.rows(rows), b, named)

@@ -66,6 +66,17 @@ def test_every_order_lies_within_the_bound(case: Case) -> None:
         assert bool(((answer >= interval.lo) & (answer <= interval.hi)).all())
 
 
+def test_nothing_more_is_asked_of_a_whole_answer_whose_bits_are_known() -> None:
+    """The errors of K in three parts are not those of K in one, whose sums a test of the whole tensor would look at."""
+    case = BF16.replace(m=4, n=256, k=4096, values="outliers")
+    inputs = gemm.inputs(case)
+    a, b = gemm.operands(case, inputs)
+    spans = orders(4096, RECIPES["bf16"], blocks=False)[2]
+    answer = round_to(exact_rows(a, b, RECIPES["bf16"], spans), torch.float32).to(torch.float32)
+    verdicts = gemm.judge(case, inputs, {"output": answer}, RECIPES["bf16"])
+    assert [(verdict.part, verdict.verdict, verdict.bit_equal) for verdict in verdicts] == [("output", "pass", 1.0)]
+
+
 def test_first_parts_are_summed_first() -> None:
     """2^24 + 1 + 1 loses both ones in one piece; two parts keep the sum of the ones, 2, in the second."""
     a = torch.zeros(1, 128, dtype=torch.bfloat16)
