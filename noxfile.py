@@ -120,11 +120,13 @@ def environments(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Throughput of the references beside a memory copy and other libraries' references, in one run.
 
-    Without arguments also one expert layer of DeepSeek-V3's size.
+    Without arguments also one expert layer of DeepSeek-V3's size, with 64 tokens, and with 4096 where there is a GPU.
     """
     python(session, "-m", "benchmarks.throughput", *session.posargs)
     if not session.posargs:
         python(session, "-m", "benchmarks.moe_layer")
+    if not session.posargs and has_gpu():
+        python(session, "-m", "benchmarks.moe_layer", "--tokens", "4096", "--device", "cuda", "--repeats", "8")
 
 
 @nox.session(venv_backend="virtualenv", default=False)

@@ -30,15 +30,19 @@ STAGES = {True: 3, False: 2}
 INTERPRETED = {"experts": 4, "hidden": 160, "intermediate": 160, "tokens": 70, "topk": 4}
 """Sizes in the interpreter, where a program takes some milliseconds and every expert needs its own."""
 
+SWEPT = {"stream": ("side",), "graph": ("replay",)}
+
 
 def claims(interpreted: bool, capability: tuple[int, int] | None) -> Iterable[Claim]:
     """``deepseek_fp8``, with continuous and with power-of-two scales, and ``bf16``. capability: of the GPU."""
     if capability is not None and capability[0] not in KNOWN:
         return []
     source = f"{SOURCE}: fc1_kernel, fc2_kernel, combine_kernel"
-    maxima = INTERPRETED if interpreted else {}
+    maxima, options = (INTERPRETED, {}) if interpreted else ({}, SWEPT)
     return [
-        Claim(operation="moe", variant=variant, source=source, where={"scale": (scale,)}, maxima=maxima)
+        Claim(
+            operation="moe", variant=variant, source=source, where={"scale": (scale,)}, maxima=maxima, options=options
+        )
         for variant, scale in (("deepseek_fp8", "fp32"), ("deepseek_fp8", "ceil"), ("bf16", "none"))
     ]
 
