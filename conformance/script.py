@@ -31,10 +31,12 @@ _NUMPY: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint
 
 
 def export(capsule: Capsule, source: BackendSource, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-    """The script's text. Raises `UsageError` where the inputs are too large.
+    """The script's text. Raises `UsageError` where the inputs are too large, and for a property of two answers.
 
     inputs: name -> the tensor as the backend gets it, strides included. outputs: name -> ``OutputSpec``.
     """
+    if capsule.part.startswith("property:") and capsule.part != "property:tensor":
+        raise UsageError(f"{capsule.part} compares two answers, which a script does not: show it with repro")
     module, attribute, sources = _library(source)
     title = f"{capsule.backend} {capsule.version_of_backend}: {capsule.part} is {capsule.verdict}"
     data = {

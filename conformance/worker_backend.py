@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance import call_options
+from conformance import call_options, relations
 from conformance.messages import CallReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, flat, is_out_of_memory, one_line
@@ -20,7 +20,7 @@ from conformance.worker_inputs import explicit
 from conformance.worker_tensors import POISONS, Buffers, move, storage_bytes, to_wire, unsendable
 from fuzz.case import Case
 from fuzz.hashing import sha256_of
-from references.backend import Backend, Unsupported
+from references.backend import Backend, Claim, Unsupported
 
 Reply = tuple[dict[str, Any], tuple[Wire, ...]]
 
@@ -37,6 +37,7 @@ class Callee:
         self._device = device
         self._kept: tuple[str, str, dict[str, Tensor]] | None = None
         self._earlier: tuple[str, dict[str, Tensor]] | None = None
+        self._claims: dict[str, list[Claim]] = {}
 
     def call(self, text: str, name: str, options: Mapping[str, str], given: Sequence[Wire] = ()) -> Reply:
         """A ``CallReply`` as plain data and its outputs.
@@ -81,7 +82,11 @@ class Callee:
                 return call(on_device)
             return call_options.called(call, carried, on_device, others, buffers)
 
-        reply, outputs = self._guarded(case, on_device, made)
+        def again() -> tuple[Wire, ...]:
+            return self._twin(backend, case, inputs, poison)
+
+        plain = not own and not carried and earlier is None
+        reply, outputs = self._guarded(case, on_device, made, again if plain else None)
         lost = self._lost()
         if lost is not None:
             message = reply.message or lost
@@ -134,8 +139,50 @@ class Callee:
             for key, tensor in inputs.items()
         )
 
+    def _twin(self, backend: Backend, case: Case, inputs: Mapping[str, Tensor], poison: str) -> tuple[Wire, ...]:
+        """The answer to the twin of a case (``conformance.relations``); empty where there is none that is claimed.
+
+        Raises what the backend raises, with the property's name.
+        """
+        known = relations.twin_of(case, inputs)
+        if known is None or not self._same_claim(backend, case, known[1].case):
+            return ()
+        relation, twin = known
+        on_device = {key: move(tensor, self._device) for key, tensor in twin.inputs.items()}
+        buffers = Buffers(OPERATIONS[case.operation].outputs(twin.case), self._device, poison)
+        try:
+            parts = backend.run(backend.prepare(twin.case, on_device, {}), dict(buffers.out))
+            self._synchronise()
+        except Unsupported:
+            return ()
+        except Exception as error:
+            if is_out_of_memory(error):
+                return ()
+            raise RuntimeError(f"property:{relation.name}, {relation.text}: {one_line(error)}") from error
+        problem = _problem(parts) or buffers.overrun()
+        if problem:
+            raise RuntimeError(f"property:{relation.name}, {relation.text}: {problem}")
+        settle = getattr(OPERATIONS[case.operation], "settle", None)
+        settled = parts if settle is None else settle(twin.case, on_device, parts)
+        return tuple(to_wire(relations.TWIN + name, part) for name, part in settled.items())
+
+    def _same_claim(self, backend: Backend, case: Case, other: Case) -> bool:
+        """Whether one claim, and so one recipe, covers both cases."""
+        if backend.name not in self._claims:
+            self._claims[backend.name] = list(backend.claims(self._device))
+        claims = self._claims[backend.name]
+        first = [
+            next((number for number, claim in enumerate(claims) if claim.refusal(asked) is None), -1)
+            for asked in (case, other)
+        ]
+        return first[0] == first[1] >= 0
+
     def _guarded(
-        self, case: Case, inputs: Mapping[str, Tensor], made: Callable[[], Any]
+        self,
+        case: Case,
+        inputs: Mapping[str, Tensor],
+        made: Callable[[], Any],
+        again: Callable[[], tuple[Wire, ...]] | None = None,
     ) -> tuple[CallReply, tuple[Wire, ...]]:
         started = time.perf_counter()
         try:
@@ -151,6 +198,8 @@ class Callee:
             settle = getattr(OPERATIONS[case.operation], "settle", None)
             settled = parts if settle is None else settle(case, inputs, parts)
             outputs = tuple(to_wire(name, part) for name, part in settled.items())
+            with torch.no_grad():
+                outputs += again() if again is not None else ()
             return CallReply(status="ok", seconds=seconds), outputs
         except Unsupported as refusal:
             return CallReply(status="refused", message=flat(str(refusal)) or "no reason given"), ()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from conformance import relations
 from conformance.messages import JudgeReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.operations.checks import canonical, check_outputs
@@ -39,12 +40,14 @@ class Oracle:
         """A ``JudgeReply`` as plain data. given: explicit inputs instead of the case's own.
 
         Parts that are missing, unknown or of another shape or dtype are ``wrong``; if a part of the contract is among
-        them, the values of the others are not judged, since earlier parts condition later ones.
+        them, the values of the others are not judged, since earlier parts condition later ones. A twin's answer
+        (``conformance.relations``) is judged where the case's own is right.
         """
         case = Case.parse(text)
         operation = OPERATIONS[case.operation]
         digest, inputs = self._explicit(case, given) if given else self._inputs(case)
-        outputs = {wire.name: from_wire(wire) for wire in wires}
+        own, twin = relations.split(wires)
+        outputs = {wire.name: from_wire(wire) for wire in own}
         specs = operation.outputs(case)
         problems = check_outputs(specs, outputs)
         verdicts = []
@@ -56,6 +59,9 @@ class Oracle:
                 else verdict
                 for verdict in operation.judge(case, inputs, parts, Recipe.from_json(dict(recipe)))
             ]
+            if twin and not problems and all(verdict.verdict == "pass" for verdict in verdicts):
+                answer = {wire.name: from_wire(wire) for wire in twin}
+                verdicts += relations.judge(case, inputs, parts, answer, Recipe.from_json(dict(recipe)))
         return asdict(JudgeReply(input_sha256=digest, parts=[asdict(verdict) for verdict in (*verdicts, *problems)]))
 
     def _explicit(self, case: Case, given: Sequence[Wire]) -> tuple[str, dict[str, Tensor]]:

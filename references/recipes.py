@@ -98,6 +98,8 @@ class Recipe:
     fc1_dtype, activation_dtype, fc2_dtype, weighted_dtype: of an expert layer, how FC1's output, silu(gate) * up, each
         expert's output and its product with the router weight are stored on the way, ``fp32`` or ``bf16``.
     run_to_run: bit equality of repeated runs is part of the contract.
+    permutation_invariant, batch_invariant: so is that of rows wherever they lie among the others, and however many
+        others there are (``conformance/relations.py``).
     exp_error ... padded_rows: of a router, `ROUTING_CHOICES`.
     """
 
@@ -124,6 +126,8 @@ class Recipe:
     fc2_dtype: Between = "fp32"
     weighted_dtype: Between = "fp32"
     run_to_run: bool = True
+    permutation_invariant: bool = False
+    batch_invariant: bool = False
     exp_error: float = 2.0**-22
     exp_slope: float = 0.0
     tanh_error: float = 2.0**-22
