@@ -8,6 +8,7 @@
 | `same-family` | SM120 against SM121: one instruction set, so one answer |
 | `gate-raises` | a gate that raises something that no caller takes as a refusal |
 | `flag-off` | scales converted for a library that is switched off or not installed |
+| `converted-for-another` | weights converted for DeepGEMM where the dispatch takes another kernel |
 | `accumulator` | a product whose recipe declares another accumulator than its tensor-core instruction has |
 | `explained-no-longer` | a row of known disagreements that explains nothing that was seen |
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from conformance.gating import ptx
 from conformance.gating.expected import Expected, Support, explained, holds
@@ -33,6 +35,9 @@ _NAMED = re.compile(
     r"(?P<family>[- ]family)?|\b(?P<bare>\d{2,3})(?=[,)])",
     re.IGNORECASE,
 )
+
+_ADVICE = re.compile(r"\b(please|switch to)\b[^.]*", re.IGNORECASE)
+"""What to use in place of what is refused, and where: no statement about this."""
 
 Rows = Sequence[Observation]
 Wrong = dict[tuple[str, str, str], dict[str, list[int]]]
@@ -124,9 +129,13 @@ def config_against_runner(rows: Rows) -> Iterator[Finding]:
 def admits_more_than_it_says(rows: Rows) -> Iterator[Finding]:
     """`admits-more-than-it-says`, per subject.
 
-    The list is all that refusals name, apart from the device that each of them speaks of.
+    The list is all that a variant's refusals name, apart from the device that each of them speaks of.
     """
-    for subject, items in _by_subject(rows).items():
+    variants: dict[tuple[str, str], list[Observation]] = defaultdict(list)
+    for row in rows:
+        variants[row.subject, row.variant].append(row)
+    wrong = _wrong()
+    for (subject, variant), items in variants.items():
         named = {
             sm
             for item in items
@@ -138,7 +147,9 @@ def admits_more_than_it_says(rows: Rows) -> Iterator[Finding]:
         more = {item.sm for item in items if item.answer == "yes"} - named
         if named and more:
             message = f"admitted, though its refusals name only {numbers(named)}"
-            yield _finding("admits-more-than-it-says", items[0].library, subject, (), more, message)
+            wrong[subject, message, ""][variant] += sorted(more)
+    for finding in _joined("admits-more-than-it-says", _library(rows), wrong):
+        yield replace(finding, everywhere=True)
 
 
 def same_family(rows: Rows) -> Iterator[Finding]:
@@ -171,9 +182,34 @@ def flag_off(rows: Rows) -> Iterator[Finding]:
     """`flag-off`, per subject."""
     wrong = _wrong()
     for item in rows:
-        if item.variant.endswith(OFF) and item.answer == "yes":
+        other = item.subject == _DISPATCHES and not item.variant.startswith("auto deepgemm")
+        if item.variant.endswith(OFF) and item.answer == "yes" and not other:
             wrong[item.subject, "yes, though the library is off", ""][item.variant].append(item.sm)
     yield from _joined("flag-off", _library(rows), wrong)
+
+
+def converted_for_another(rows: Rows) -> Iterator[Finding]:
+    """`converted-for-another`: SGLang's requantisation of dense weights against its dispatch of dense layers."""
+    answers = {(item.subject, item.variant, item.sm): item for item in rows}
+    wrong = _wrong()
+    for (subject, variant, sm), item in answers.items():
+        kind, _, ending = variant.partition(" ")
+        if subject != _CONVERTS or kind != "dense" or item.answer != "yes":
+            continue
+        taken = [
+            other.variant
+            for other in rows
+            if (other.subject, other.sm, other.answer) == (_DISPATCHES, sm, "yes")
+            and other.variant.startswith("auto ")
+            and other.variant.partition(" ")[2].partition(" ")[2] == ending
+        ]
+        if taken and not taken[0].startswith("auto deepgemm"):
+            message = f"converts to UE8M0 for DeepGEMM where {_DISPATCHES} takes {taken[0].split(' ')[1]}"
+            wrong[subject, message, ""][variant].append(sm)
+    yield from _joined("converted-for-another", _library(rows), wrong)
+
+
+_CONVERTS, _DISPATCHES = "should_deepgemm_weight_requant_ue8m0", "dispatch_w8a8_block_fp8_linear"
 
 
 def accumulator(rows: Rows) -> Iterator[Finding]:
@@ -199,6 +235,7 @@ WITHOUT_CLAIMS: tuple[Callable[[Rows], Iterator[Finding]], ...] = (
     same_family,
     gate_raises,
     flag_off,
+    converted_for_another,
     accumulator,
 )
 
@@ -261,7 +298,7 @@ def _library(rows: Rows) -> str:
 def _named(text: str) -> set[int]:
     """Every architecture that a refusal names: one, a family (``sm_10x``, ``SM100-family``), or all from one on."""
     named: set[int] = set()
-    for found in _NAMED.finditer(text):
+    for found in _NAMED.finditer(_ADVICE.sub("", text)):
         number = int(found["sm"] or found["bare"])
         if found["from"] or found["up"]:
             named |= {sm for sm in ARCHITECTURES if sm >= number}

@@ -1,9 +1,9 @@
-"""SGLang's decision to convert block-FP8 weights to UE8M0 scales at load time, for dense and grouped (MoE) layers.
+"""SGLang's decision to convert block-FP8 weights to UE8M0 scales at load time, and its choice of a dense kernel.
 
-SGLang imports a server's worth of libraries, so the two places that decide are run alone: the module that computes the
-DeepGEMM flags, whole, with stand-ins for its imports from SGLang; and the one function, cut out of its file. DeepGEMM
-itself is a stand-in with the names that the flags look for; or absent (``DeepGEMM off``); or switched off by
-SGLANG_ENABLE_JIT_DEEPGEMM (``flag off``).
+SGLang imports a server's worth of libraries, so the places that decide are run alone: the module that computes the
+DeepGEMM flags, whole, with stand-ins for its imports from SGLang; and the functions, cut out of their files
+(``sglang_dispatch.py`` for the dense kernel). DeepGEMM itself is a stand-in with the names that the flags look for; or
+absent (``DeepGEMM off``); or switched off by SGLANG_ENABLE_JIT_DEEPGEMM (``flag off``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from conformance.gating import sglang_dispatch
 from conformance.gating.child import LibraryError, Probe, Row
 from conformance.gating.model import Gate
 
@@ -36,7 +37,8 @@ def load() -> tuple[str, list[str], Probe]:
         raise LibraryError("sglang is not installed") from None
     about = f"sglang {distribution.version}"
     flags, decision = (Path(str(distribution.locate_file(name))) for name in (FLAGS, DECISION))
-    for path, name in ((flags, FLAGS), (decision, DECISION)):
+    dispatch = Path(str(distribution.locate_file(sglang_dispatch.FILE)))
+    for path, name in ((flags, FLAGS), (decision, DECISION), (dispatch, sglang_dispatch.FILE)):
         if not path.is_file():
             raise LibraryError(f"{about} has no {name}")
     function = next(
@@ -45,16 +47,34 @@ def load() -> tuple[str, list[str], Probe]:
     if function is None:
         raise LibraryError(f"{about}: {DECISION} has no {FUNCTION}")
     code = compile(ast.Module([function], []), str(decision), "exec")
+    try:
+        dispatching, used = sglang_dispatch.cut_out(dispatch)
+    except (ValueError, SyntaxError) as error:
+        raise LibraryError(f"{about}: {error}") from None
 
     def probe(sm: int, request: Mapping[str, Any]) -> Iterator[Row]:
-        if request["subjects"] and not any(word in FUNCTION for word in request["subjects"]):
-            return
-        for ending, importable, enabled in SITUATIONS:
-            for kind, grouped in (("dense", False), ("grouped", True)):
-                gate = _ask(flags, code, sm, importable, enabled, grouped)
-                yield FUNCTION, kind + ending, (gate,), ()
+        wanted = request["subjects"]
+        if not wanted or any(word in FUNCTION for word in wanted):
+            for ending, importable, enabled in SITUATIONS:
+                for kind, grouped in (("dense", False), ("grouped", True)):
+                    gate = _ask(flags, code, sm, importable, enabled, grouped)
+                    yield FUNCTION, kind + ending, (gate,), ()
+        if not wanted or any(word in sglang_dispatch.DISPATCH for word in wanted):
+            situations = {
+                ending: _run_flags(flags, sm, importable, enabled) for ending, importable, enabled in SITUATIONS
+            }
+            for variant, gate in sglang_dispatch.rows(dispatching, used, platform(sm), situations):
+                yield sglang_dispatch.DISPATCH, variant, (gate,), ()
 
-    return distribution.version, [f"{FLAGS} and {FUNCTION} run alone, on a stand-in for DeepGEMM"], probe
+    notes = [f"{FLAGS}, {FUNCTION} and {sglang_dispatch.DISPATCH} run alone, on a stand-in for DeepGEMM"]
+    return distribution.version, notes, probe
+
+
+def platform(sm: int) -> SimpleNamespace:
+    """What SGLang's ``get_platform`` says of an architecture: families by major number (``srt/utils/common.py``)."""
+    major = sm // 10
+    families = {"is_sm90": (9,), "is_sm100": (10,), "is_sm110": (11,), "is_sm120": (12,), "is_blackwell": (10, 11, 12)}
+    return SimpleNamespace(**{name: major in majors for name, majors in families.items()})
 
 
 def _ask(flags: Path, code: Any, sm: int, importable: bool, enabled: bool, grouped: bool) -> Gate:
@@ -77,7 +97,7 @@ def _run_flags(path: Path, sm: int, importable: bool, enabled: bool) -> dict[str
         "sglang": {},
         "sglang.srt": {},
         "sglang.srt.environ": {"envs": _Environment(enabled)},
-        "sglang.srt.runtime_context": {"get_platform": lambda: SimpleNamespace(is_sm100=sm // 10 == 10)},
+        "sglang.srt.runtime_context": {"get_platform": lambda: platform(sm)},
         "sglang.srt.utils": {"get_device_sm": lambda: sm, "is_cuda": lambda: True, "is_musa": lambda: False},
     }
     modules: dict[str, Any] = {name: _module(name, names) for name, names in stand_ins.items()}
