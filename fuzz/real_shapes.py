@@ -66,6 +66,20 @@ _GRIDS = (
     {"rows": 7168, "cols": 64},
     {"rows": 257, "cols": 40},
 )
+_LAYERS = (  # as many experts as a GPU holds where they are spread
+    {"experts": 8, "hidden": 7168, "intermediate": 2048, "tokens": 64, "topk": 8},  # DeepSeek-V3: 8 of 256 experts
+    {"experts": 32, "hidden": 7168, "intermediate": 256, "tokens": 16, "topk": 8},  # DeepSeek-V3: an eighth of each
+    {"experts": 16, "hidden": 5120, "intermediate": 1024, "tokens": 128, "topk": 1},  # Llama 4: an eighth of each
+    {"experts": 16, "hidden": 4096, "intermediate": 1536, "tokens": 1, "topk": 8},  # Qwen3-235B
+    {"experts": 32, "hidden": 2048, "intermediate": 768, "tokens": 257, "topk": 8},  # Qwen3-30B
+)
+_SCALES = (
+    {"n": 1 * 56},  # DeepSeek-V3: a token's block scales
+    {"n": 8192 * 56},
+    {"n": 4096 * 224},  # the same under MXFP8
+    {"n": 7168 * 64},
+    {"n": 2**24},
+)
 _ROUTED = ({"tokens": 1}, {"tokens": 64}, {"tokens": 257}, {"tokens": 4096}, {"tokens": 8192})
 _ROUTERS: Mapping[str, Sizes] = {
     "DeepSeekV3": {"experts": 256, "topk": 8, "groups": 8, "topk_group": 4},
@@ -81,7 +95,8 @@ _SIZES: Mapping[str, tuple[Sizes, ...]] = {
     "requantize": _WEIGHTS,
     "scale_layout": _GRIDS,
     "routing": _ROUTED,
-    "ue8m0": ({"n": 7168 * 64}, {"n": 2**24}),
+    "moe": _LAYERS,
+    "ue8m0": _SCALES,
 }
 
 
@@ -89,7 +104,7 @@ def real_cases(operation: str, variant: str, *, vast: bool = False) -> list[Case
     """The cases of real sizes of an operation and variant, their other words in turn; none where there is no table.
 
     vast: the output past 2^31 elements as well, which takes 10 GiB here and there. A combination of words that the
-    grammar refuses is left out. Expert layers are too large for a plan.
+    grammar refuses is left out. Of expert layers there are as many experts as fit beside each other in 1 GiB of FP8.
     """
     sizes: list[Sizes] = list(_SIZES.get(operation, ()))
     if vast and operation == "gemm" and variant in ("deepseek_fp8", "bf16"):

@@ -49,7 +49,7 @@ def test_the_vast_output_is_for_gpus() -> None:
 
 
 def test_nothing_real_is_a_usage_error() -> None:
-    claim = Claim(operation="moe", variant="bf16", source="s")
+    claim = Claim(operation="moe", variant="bf16", source="s", maxima={"hidden": 64})
     with pytest.raises(UsageError, match="--shapes real"):
         planning.real([("moe", "bf16")], [described(claim)])
 

@@ -5,14 +5,13 @@ from fuzz.grammar import GRAMMAR
 from fuzz.real_shapes import real_cases
 
 
-def test_every_operation_but_expert_layers_has_five_real_shapes() -> None:
+def test_every_operation_has_five_real_shapes() -> None:
     for operation, variants in GRAMMAR.items():
         for variant in variants:
             cases = real_cases(operation, variant)
             assert len(set(cases)) == len(cases)
             assert all(Case.parse(case.text) == case for case in cases)
-            least = {"moe": 0, "ue8m0": 2}.get(operation, 5)
-            assert len(cases) >= least, (operation, variant)
+            assert len(cases) >= 5, (operation, variant)
 
 
 def test_the_models_are_there() -> None:
@@ -21,6 +20,8 @@ def test_the_models_are_there() -> None:
     assert {m for m, _, _ in shapes} >= {1, 8192}
     routed = {(case.integer("experts"), case.integer("topk")) for case in real_cases("routing", "DeepSeekV3")}
     assert routed == {(256, 8)}
+    layers = {tuple(case.integer(key) for key in ("hidden", "intermediate")) for case in real_cases("moe", "w4a8")}
+    assert layers == {(7168, 2048), (7168, 256), (5120, 1024), (4096, 1536), (2048, 768)}
 
 
 def test_one_output_has_more_than_2_31_elements() -> None:
