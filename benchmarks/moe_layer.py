@@ -134,7 +134,7 @@ class Dequantised:
 def products(layer: Layer, rows: list[int]) -> Callable[[], None]:
     """FC1 and FC2 of experts with so many tokens each, in FP64."""
     w1, w2 = (stored.values() for stored in layer.stored(0))
-    x, h = w1.new_ones(max(rows), layer.hidden), w1.new_ones(max(rows), layer.intermediate)
+    x, h = (torch.randn(max(rows), width, dtype=w1.dtype, device=w1.device) for width in (w1.shape[1], w2.shape[1]))
 
     def call() -> None:
         for count in rows:
