@@ -51,6 +51,9 @@ _EDGES = (
     ((4, 0), (2, 32)),
     ((9, 0), (1, 64)),
     ((65, 1), (1, 0)),
+    # Squares, where only strides and layouts tell rows from columns: a GEMM's blocks of 128 of N by K, and a matrix.
+    ((0, 3), (1, 72)),
+    ((0, 6), (0, 6)),
 )
 
 
