@@ -92,6 +92,9 @@ def run(
     memory_limit: Memory = MEMORY_LIMIT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     order: Annotated[str, typer.Option(metavar="plan|reversed", help="Order of the cases.")] = "plan",
+    keep_selections: Annotated[
+        bool, typer.Option("--keep-selections", help="Keep what routers answer, for replay --selections.")
+    ] = False,
     shapes: Annotated[str, typer.Option(metavar="drawn|real|all", help="Which sizes the plan's cases have.")] = "drawn",
     sweep: Annotated[
         str, typer.Option(metavar="all|none|KEY=WORD,...", help="Call options to run some cases under again.")
@@ -135,6 +138,7 @@ def run(
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
         resume=resume,
         reverse=order == "reversed",
+        keep_selections=keep_selections,
         corpus=None if corpus == "none" else Path(corpus) if corpus else out.parent / "corpus",
         shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
         sweep=sweep,
@@ -429,6 +433,11 @@ def replay(
     device: Devices = None,
     cases: Annotated[int, typer.Option(min=1, metavar="N", help="For each routing method.")] = 10,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the plan.")] = SEED,
+    selections: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Recorded ones: a run, a folder, a file; no router is called."),
+    ] = None,
+    experts: Annotated[int, typer.Option(min=0, metavar="N", help="Experts of a bare tensor file.")] = 0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where replay.md and capsules go.")] = Path("out/replay"),
     plugin: Plugins = None,
     deadline: Deadline = DEADLINE,
@@ -437,7 +446,7 @@ def replay(
     """Feed the selections that routers record to every backend's expert layer: two verdicts, one for each."""
     planning.check("method", method or (), GRAMMAR["routing"])
     planning.check("format", variant or (), GRAMMAR["moe"])
-    check_names([*(router or ()), *(backend or ())], sources(plugin or ()))
+    check_names([*((router or ()) if selections is None else ()), *(backend or ())], sources(plugin or ()))
     from conformance import replay_run
 
     settings = replay_run.Settings(
@@ -452,6 +461,8 @@ def replay(
         out=out,
         deadline=_parsed("--deadline", units.seconds, deadline),
         memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        selections=selections,
+        experts=experts,
     )
     return replay_run.run(settings, ledgers.load(ledgers.DEFAULT), _wide_console())
 

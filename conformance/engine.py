@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from queue import SimpleQueue
 from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Any, Protocol
 
-from conformance import verdicts
+from conformance import selection_file, verdicts
 from conformance.journal import Key
 from conformance.ledger import Ledger
 from conformance.messages import CallReply, Claimed, Description, JudgeReply, Wire
@@ -272,6 +273,8 @@ class Engine:
         self._stopped = ""
         self._failure: BaseException | None = None
         self._settled = 0
+        self.selections: Path | None = None
+        """Where the answers of routers are kept, if anywhere."""
 
     def run(self, plan: Sequence[Case], done: frozenset[Key] = frozenset()) -> RunResult:
         """Execute the plan on every target. done: what a resumed run has already settled. Raises `HarnessError`."""
@@ -403,6 +406,10 @@ class Engine:
         if calls.beyond:
             records = verdicts.beyond_claims(records, calls.beyond)
         self.settle(target, records)
+        if self.selections is not None and records[0].operation == "routing" and not target.swept:
+            marked = [target.ledger.marked(record) for record in records]
+            kept = selection_file.recording(marked[0], claimed.recipe, counted[0].outputs, marked)
+            selection_file.write(self.selections, kept)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from reports.record import Record, RecordError
 TOOL = "blockscale-conformance"
 RECORDS, RUN, LOGS, PLAN, LAUNCHED = "records.jsonl", "run.json", "logs", "plan.txt", "launched.jsonl"
 DERIVED = ("results.parquet", "results.csv", "report.md", "report.html", "junit.xml")
-FOLDERS = ("capsules", "gating", "sanitizer")
+SELECTIONS = "selections"
+FOLDERS = ("capsules", "gating", "sanitizer", SELECTIONS)
 """Folders that a run fills and the next one removes."""
 OWN = (RECORDS, RUN, LOGS, PLAN, LAUNCHED, *DERIVED, *FOLDERS)
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp\Z")  # see reports.files

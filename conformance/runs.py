@@ -61,6 +61,7 @@ class Settings:
     sweep: str = sweeps.ALL
     gates: tuple[str, ...] = ()
     shapes: str = "drawn"
+    keep_selections: bool = False
     limits: Limits = field(default_factory=Limits)
     command: str = ""
 
@@ -194,6 +195,7 @@ class Run:
             with _terminable():
                 if drive is None:
                     engine = Engine(name, self._targets, oracles, book, settings.limits, progress)
+                    engine.selections = out / journal.SELECTIONS if settings.keep_selections else None
                     result = engine.run(order, frozenset(map(journal.key_of, kept)))
                 else:
                     result = drive(name, oracles, book, progress)

@@ -127,7 +127,7 @@ def test_what_a_layer_cannot_take_is_elsewhere():
     assert used.tolist() == [[0.5, 0.5], [0.25, 0.75], [1.0, 2.0], [0.0, 0.0]]
     halved, _ = recorded(Pair(pair.router, pair.layer, True), outputs)
     assert halved.tolist() == [[-1, -1], [-1, -1], [-1, 0], [-1, -1]]
-    wires = {wire.name: wire for wire in inputs_of(pair, found, used)}
+    wires = {wire.name: wire for wire in inputs_of(pair.layer, found, used)}
     assert wires["ids"] == to_wire("ids", found)
     assert recorded(pair, [to_wire("selection", ids)]) is None
     assert recorded(pair, [to_wire("selection", ids[:2]), to_wire("weights", weights)]) is None
