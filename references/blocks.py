@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from references import ue8m0
-from references.chunks import row_pieces
+from references.chunks import empty, row_pieces
 from references.elements import E4M3FN, decode, decode_into, encode, encode_into
 from references.recipes import Recipe
 from references.rounding import round_to
@@ -63,6 +63,8 @@ def expand_rows(grid: Tensor, block: Block, shape: tuple[int, ...], rows: slice)
 def grid_rows(grid: Tensor, block: Block, shape: tuple[int, ...], rows: slice) -> Tensor:
     """The grid's row of each of the given matrix rows, ``[rows, gk]``."""
     height = block_size(shape, block)[0]
+    if height == 1:
+        return grid[rows]
     return grid[torch.arange(rows.start, rows.stop, device=grid.device) // height]
 
 
@@ -84,14 +86,15 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     """The largest magnitude in each block of an fp32, bf16 or fp16 matrix, FP32 ``[gm, gk]``; NaN if one is within."""
     height, width = block_size(tuple(x.shape), block)
     grid = scale_grid(tuple(x.shape), block)
-    by_row = torch.empty(x.shape[0], grid[1], dtype=F32, device=x.device)
+    by_row = torch.empty(x.shape[0], grid[1], dtype=torch.int32, device=x.device)
     for rows in row_pieces(x.shape[0], x.shape[1], x.device):
-        by_row[rows] = _by_block(x[rows].to(F32).abs(), width).amax(2)
+        # Magnitudes are in the order of their bits, NaN above infinity, and the largest integer is found sooner.
+        by_row[rows] = _by_block(x[rows].to(F32).view(torch.int32) & 0x7FFFFFFF, width).amax(2)
     if height == 1:
-        return by_row
+        return by_row.view(F32)
     missing = -x.shape[0] % height
     padded = torch.nn.functional.pad(by_row, (0, 0, 0, missing)) if missing else by_row
-    return padded.view(-1, height, padded.shape[1]).amax(1)
+    return padded.view(-1, height, padded.shape[1]).amax(1).view(F32)
 
 
 def floored(values: Tensor, floor: float) -> Tensor:
@@ -112,8 +115,8 @@ def scales_from_amax(amax: Tensor, scheme: Scheme, recipe: Recipe, *, global_sca
     amax = floored(amax, recipe.amax_floor)
     arithmetic = "reciprocal" if recipe.scale_arithmetic == "reciprocal" else "divide"
     if scheme.scale == "e4m3":
-        first = ue8m0.scale_from_amax(amax, scheme.element, arithmetic).to(F64)
-        value = round_to(first / global_value(global_scale, amax.device), F32)
+        first = ue8m0.scale_from_amax(amax, scheme.element, arithmetic)
+        value = first / global_value(global_scale, amax.device).to(F32)
         return encode(floored(value, recipe.scale_floor), E4M3FN)
     if scheme.scale == "fp32":
         return floored(ue8m0.scale_from_amax(amax, scheme.element, arithmetic), recipe.scale_floor)
@@ -142,10 +145,12 @@ def scale_values(scales: Tensor, scheme: Scheme) -> Tensor:
 
 
 def divisor(scales: Tensor, scheme: Scheme, global_scale: Tensor | None = None) -> Tensor:
-    """The FP32 number that an element is divided by, from FP64 scale values: RN32(scale * global) under two levels."""
-    if scheme.two_level:
-        scales = scales * global_value(global_scale, scales.device)
-    return round_to(scales, F32).to(F32)
+    """The FP32 number that an element is divided by, from the values of stored scales, which are FP32 numbers too.
+
+    RN32(scale * global) under two levels.
+    """
+    single = scales.to(F32)
+    return single * global_value(global_scale, scales.device).to(F32) if scheme.two_level else single
 
 
 def quotient_rows(
@@ -204,7 +209,7 @@ def nominal_payload(
     divisors = divisor(scales, scheme, global_scale)
     amax = payload_amax(x, scheme, recipe)
     zero_divisors = bool((divisors == 0).any()) or amax is not None
-    out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    out = empty((x.shape[0], x.shape[1]), torch.uint8, x.device)
     for rows in row_pieces(x.shape[0], x.shape[1], x.device):
         scaled = quotient_rows(x, divisors, amax, scheme, recipe, rows)
         if zero_divisors:
@@ -247,15 +252,19 @@ def dequantize(
         values = values * global_value(global_scale, values.device)
     if rounding == "scale_first":
         values = round_to(values, F32)
+    # A product of two FP32 numbers is rounded once, and as it should be, in FP32.
+    direct = dtype == F64 or (dtype == F32 and (rounding == "scale_first" or not scheme.two_level))
+    if direct:
+        values = values.to(dtype)
     if out is None:
-        out = torch.empty(shape, dtype=dtype, device=payload.device)
+        out = empty(shape, dtype, payload.device)
     elif out.shape != payload.shape or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"blocks: out is {out.dtype} {tuple(out.shape)}, expected contiguous {dtype} {shape}")
     for rows in row_pieces(shape[0], shape[1], payload.device):
-        exact = out[rows] if dtype == F64 else torch.empty(out[rows].shape, dtype=F64, device=out.device)
+        exact = out[rows] if direct else torch.empty(out[rows].shape, dtype=F64, device=out.device)
         decode_into(payload[rows], scheme.element, exact)
         _scale_rows(exact, values, scheme.block, shape, rows)
-        if dtype != F64:
+        if not direct:
             between = exact if rounding == "once" else round_to(exact, F32)
             out[rows] = round_to(between, dtype).to(dtype)
     return out

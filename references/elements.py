@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from references.chunks import pieces
+from references.chunks import empty, pieces
 from references.rounding import FLOAT64_BIAS, shift_right_even
 
 Overflow = Literal["saturate", "nan", "inf"]
@@ -116,7 +116,7 @@ def decode(codes: Tensor, element: Element, dtype: torch.dtype = torch.float64) 
         raise ValueError(f"decode: codes are {codes.dtype}, expected uint8")
     if dtype not in (torch.float64, torch.float32):
         return decode(codes, element, torch.float32).to(dtype)
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    out = empty(tuple(codes.shape), dtype, codes.device)
     decode_into(codes, element, out)
     return out
 
@@ -132,7 +132,7 @@ def decode_into(codes: Tensor, element: Element, out: Tensor) -> None:
         pairs, values = flat[:even].view(torch.uint16), _pair_table(element, out.dtype, codes.device)
         complex_target = torch.view_as_complex(target[:even].view(-1, 2))
         for piece in pieces(even // 2, codes.device):
-            torch.take(values, pairs[piece].to(torch.int64), out=complex_target[piece])
+            torch.index_select(values, 0, pairs[piece].to(torch.int32), out=complex_target[piece])
     if count > even:
         target[even:] = _table(element, out.dtype, codes.device)[flat[even:].to(torch.int64)]
 

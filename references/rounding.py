@@ -91,17 +91,18 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _round_bits(source: Tensor, form: Binary, out: Tensor) -> None:
     drop = _FRACTION - form.mantissa_bits
+    # The sign does not take part. A carry out of the mantissa moves into the exponent field, which is the next binade.
+    torch.bitwise_right_shift(source, drop, out=out)
+    out.bitwise_and_(1).add_(source).add_((1 << (drop - 1)) - 1).bitwise_and_(-(1 << drop))
+    lowest = (form.emin + FLOAT64_BIAS) << _FRACTION
+    beyond = ((form.emax + 1 + FLOAT64_BIAS) << _FRACTION) - (1 << (drop - 1))
     magnitude = source & _MAGNITUDE
-    # A carry out of the mantissa moves into the exponent field, which is the next binade: just right.
-    torch.bitwise_right_shift(magnitude, drop, out=out)
-    out.bitwise_and_(1).add_(magnitude).add_((1 << (drop - 1)) - 1).bitwise_and_(-(1 << drop))
-    out.masked_fill_(out >= (form.emax + 1 + FLOAT64_BIAS) << _FRACTION, _INFINITY)
-    tiny = magnitude < (form.emin + FLOAT64_BIAS) << _FRACTION
-    tiny &= magnitude != 0
-    if bool(tiny.any()):
-        out[tiny] = _round_subnormal(magnitude[tiny], form)
-    out.copy_(torch.where(magnitude > _INFINITY, magnitude, out))
-    out.bitwise_or_(source & _SIGN)
+    special = (magnitude < lowest) & (magnitude != 0) | (magnitude >= beyond)
+    if bool(special.any()):
+        values = magnitude[special]
+        small = _round_subnormal(values.clamp(max=lowest - 1), form)
+        large = values.clamp(min=_INFINITY)  # NaN stays as it is
+        out[special] = torch.where(values < lowest, small, large) | (source[special] & _SIGN)
 
 
 def _round_subnormal(magnitude: Tensor, form: Binary) -> Tensor:

@@ -263,6 +263,28 @@ def test_dequantize_is_the_exact_product(name: str) -> None:
     assert torch.equal(found.isnan(), numbers.isnan())
 
 
+@pytest.mark.parametrize("name", ["deepseek_fp8 1x128 fp32", "mxfp8 ceil", "nvfp4"])
+@pytest.mark.parametrize("rounding", ["once", "scale_first"])
+def test_fp32_output_is_the_exact_product_rounded(name: str, rounding: str) -> None:
+    """Every code under scales at the ends of their range: results from zero over subnormal numbers to infinity."""
+    chosen, recipe = SCHEMES[name], replace(DEFAULT, dequant_rounding=rounding)
+    width = (chosen.block or (1, 1))[1]
+    codes = torch.arange(256, dtype=torch.uint8) & (chosen.element.count - 1)
+    payload = codes.repeat(6, 1).repeat_interleave(width, dim=1)
+    if chosen.scale == "fp32":
+        ends = torch.tensor([0x00000001, 0x00400001, 0x007FFFFF, 0x3DCCCCCD, 0x7F000001, 0x7F7FFFFF])
+        scales = ends.to(torch.int32).view(torch.float32).view(6, 1).repeat(1, 256)
+    else:
+        scales = torch.tensor([0, 1, 7, 126, 250, 254], dtype=torch.uint8).view(6, 1).repeat(1, 256)
+    outer = torch.tensor([1.7e-38 if chosen.two_level else 1.0])
+    found = dequantize(payload, scales, chosen, global_scale=outer, dtype=torch.float32, recipe=recipe)
+    factors = scale_values(scales, chosen) * (float(outer) if chosen.two_level else 1.0)
+    if rounding == "scale_first":
+        factors = round_to(factors, torch.float32)
+    exact = decode(payload, chosen.element) * factors.repeat_interleave(width, dim=1)
+    assert torch.equal(found.to(torch.float64).nan_to_num(7.0), round_to(exact, torch.float32).nan_to_num(7.0))
+
+
 def test_a_given_output_is_filled() -> None:
     chosen = SCHEMES["mxfp8 ceil"]
     found = quantize(matrix(6, 70), chosen, DEFAULT)

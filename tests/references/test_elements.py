@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from references.chunks import HUGE_PAGES_FROM
 from references.elements import (
     E2M1,
     E4M3FN,
@@ -209,3 +210,12 @@ def test_finite_e4m3_codes_as_float16():
     expected = decode(codes[finite], E4M3FN)
     assert torch.equal(found, expected)
     assert torch.equal(found.signbit(), expected.signbit())
+
+
+def test_large_results_have_pages_of_their_own() -> None:
+    """34 MB, from an address that need not begin a page."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat((1 << 14) + 1)[: (1 << 22) + 2]
+    found = decode(codes, E5M2)
+    assert found.nbytes > HUGE_PAGES_FROM
+    assert torch.equal(found[:256].nan_to_num(1.0), found[1 << 21 : (1 << 21) + 256].nan_to_num(1.0))
+    assert found[-1] == table(E5M2)[1]

@@ -12,6 +12,7 @@ import torch
 
 from references import ue8m0
 from references.elements import E4M3FN, ELEMENTS, Element
+from references.rounding import round_to
 
 NUMBERS = [name for name in ELEMENTS if name != "e4m3fnuz"]
 LOWEST, HIGHEST = Fraction(1, 2**127), Fraction(2) ** 127
@@ -146,9 +147,18 @@ def test_division_and_reciprocal_give_one_ceil_code_but_not_one_scale() -> None:
     amax = torch.randint(1, 0x7F800000, (1 << 16,), generator=generator).to(torch.int32).view(torch.float32)
     divided, multiplied = (ue8m0.scale_from_amax(amax, E4M3FN, how) for how in ("divide", "reciprocal"))
     assert not torch.equal(divided, multiplied)
-    assert torch.equal(divided, amax / torch.tensor(448.0))
-    assert torch.equal(multiplied, amax * torch.tensor(1 / 448, dtype=torch.float32))
+    wide = amax.to(torch.float64)  # a quotient or product in FP64 rounds as the exact one does: 53 >= 2 * 24 + 2
+    assert torch.equal(divided.to(torch.float64), round_to(wide / 448, torch.float32))
+    inverse = Fraction(0x924925, 1 << 32)  # 8 / 7 = 1.001001... in binary, to 24 bits, times 2^-9
+    assert torch.equal(multiplied.to(torch.float64), round_to(wide * float(inverse), torch.float32))
     assert torch.equal(ue8m0.encode(divided, "ceil"), ue8m0.encode(multiplied, "ceil"))
+
+
+def test_subnormal_scales_are_not_lost() -> None:
+    """2^-149 * 448 / 448; half a step rounds to even, one bit more than half goes up."""
+    step = 2.0**-149
+    amax = torch.tensor([448 * step, 224 * step, 225 * step, 672 * step, step])
+    assert (ue8m0.scale_from_amax(amax, E4M3FN).to(torch.float64) / step).tolist() == [1, 0, 1, 2, 0]
 
 
 def test_decode_is_exact_and_inverts() -> None:
