@@ -192,7 +192,7 @@ def test_a_policy_that_is_not_kept_is_found(library: StandIn, monkeypatch: pytes
     monkeypatch.setattr(
         moe, "configured", lambda *given, powers_of_two, **rest: configured(*given, powers_of_two=False, **rest)
     )
-    assert verdict(text, accumulator="fp32_any") == "wrong"
+    assert verdict(text, accumulator="hopper_fp8") == "wrong"
 
 
 def test_tactics_are_tiles(library: StandIn) -> None:
