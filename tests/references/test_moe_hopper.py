@@ -78,15 +78,15 @@ def answers(values: Tensor, scales: Tensor, b: Operand, *, every: int) -> Tensor
 
 
 @pytest.mark.parametrize("policy", ["fp32", "ceil"])
-@pytest.mark.parametrize("doubt", [0.0, 2.0**-20, 2.0**-8])
+@pytest.mark.parametrize("doubt", [0.0, 2.0**-8])
 @pytest.mark.parametrize("shape", ["normal", "outliers", "cancelling", "small"])
 def test_candidates_stay_inside_a_radius_that_is_not_far_off(policy: str, doubt: float, shape: str) -> None:
     seed = torch.Generator().manual_seed(len(shape) + int(doubt * 2**20))
-    middle, weight = (torch.randn(rows, 384, generator=seed, dtype=F64) for rows in (6, 40))
+    middle, weight = (torch.randn(rows, 320, generator=seed, dtype=F64) for rows in (6, 40))
     if shape == "outliers":
         middle *= torch.exp2(torch.randint(-12, 12, middle.shape, generator=seed).double())
     if shape == "cancelling":
-        middle[:, 192:], weight[:, 192:] = -middle[:, :192].flip(1), weight[:, :192].flip(1)
+        middle[:, 160:], weight[:, 160:] = -middle[:, :160].flip(1), weight[:, :160].flip(1)
     if shape == "small":
         middle[:, 64:] *= 2.0**-14  # subnormal codes beside large ones
     words = ("deepseek_fp8", "ue8m0" if policy == "ceil" else "fp32")
@@ -98,7 +98,7 @@ def test_candidates_stay_inside_a_radius_that_is_not_far_off(policy: str, doubt:
     a = requantise(middle - radius, middle + radius, middle, scheme_, first, HOPPER, None)
     found = product(a, matrix, HOPPER, a.reach[None])
     bound, largest = found.carried[0] + found.accumulation, 0.0
-    for trial in range(4):
+    for trial in range(3):
         h = middle + (2 * torch.rand(middle.shape, generator=seed, dtype=F64) - 1) * radius * (trial > 0)
         given = quantize(h.float(), scheme_, HOPPER)
         left = operand(given.payload, given.scales, first)
@@ -128,8 +128,8 @@ def codes_of(rows: int, k: int, seed: int) -> Tensor:
     return torch.where(drawn & 0x7F == 0x7F, drawn - 1, drawn).to(torch.uint8)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("every", [32, 128, 330])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("every", [128, 330])
 def test_any_codes_stay_inside_whether_each_is_looked_at_or_not(
     seed: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
