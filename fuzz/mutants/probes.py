@@ -26,7 +26,7 @@ from references.schemes import Scheme
 SOURCE = "docs/power.md#probes"
 
 
-def _probe(
+def probe(
     family: str,
     description: str,
     operation: str,
@@ -35,6 +35,7 @@ def _probe(
     frozen: tuple[str, ...] = (),
     **where: tuple[str, ...],
 ) -> Mutant:
+    """A mutant of the area ``probe``."""
     return Mutant(
         family=f"probe-{family}",
         area="probe",
@@ -238,7 +239,7 @@ def _even_pack(case: CaseLike, inputs: Inputs) -> Parts:
 
 PROBES: tuple[Mutant, ...] = (
     *(
-        _probe(
+        probe(
             f"bucket-{least}-{most}",
             f"kernel for {least} to {most} rows leaves out the last of K",
             "gemm",
@@ -248,16 +249,16 @@ PROBES: tuple[Mutant, ...] = (
         for least, most in ((1, 1), (2, 2), (5, 8), (9, 16), (17, 32), (65, 128), (129, 256), (1025, 2**31))
     ),
     *(
-        _probe(f"k-tail-{tile}", f"K behind the last tile of {tile} is left out", "gemm", (variant,), _tail_of_k(tile))
+        probe(f"k-tail-{tile}", f"K behind the last tile of {tile} is left out", "gemm", (variant,), _tail_of_k(tile))
         for tile, variant in ((16, "bf16"), (64, "deepseek_fp8"), (128, "w4a8"), (256, "nvfp4"), (512, "mxfp8"))
     ),
-    _probe(
+    probe(
         "b-scale-rows", "B scales of the first rows for all", "gemm", ("deepseek_fp8",), _gemm(_b_scales_of_first_rows)
     ),
-    _probe("code-0-in-gemm", "scale 2^-127 decoded as 0", "gemm", ("mxfp8", "w4a8"), _gemm(_codes_lost(2.0**-127))),
-    _probe("truncating-store", "BF16 outputs cut off", "gemm", ("bf16", "mxfp8"), _truncated, out=("bf16",)),
-    _probe("rows-unwritten", "rows behind the last tile of 64 unwritten", "gemm", ("bf16",), _last_rows_unwritten),
-    _probe(
+    probe("code-0-in-gemm", "scale 2^-127 decoded as 0", "gemm", ("mxfp8", "w4a8"), _gemm(_codes_lost(2.0**-127))),
+    probe("truncating-store", "BF16 outputs cut off", "gemm", ("bf16", "mxfp8"), _truncated, out=("bf16",)),
+    probe("rows-unwritten", "rows behind the last tile of 64 unwritten", "gemm", ("bf16",), _last_rows_unwritten),
+    probe(
         "masked-count",
         "one row of a masked group too few",
         "grouped_gemm",
@@ -265,7 +266,7 @@ PROBES: tuple[Mutant, ...] = (
         _masked_count_one_less,
         grouping=("masked",),
     ),
-    _probe(
+    probe(
         "empty-groups-skipped",
         "groups counted without the empty ones",
         "grouped_gemm",
@@ -273,24 +274,24 @@ PROBES: tuple[Mutant, ...] = (
         _group_below,
         grouping=("contiguous", "contiguous_128"),
     ),
-    _probe(
+    probe(
         "weights-frozen", "a converted B kept by address", "gemm", ("deepseek_fp8", "bf16"), gemm.gemm, frozen=("b",)
     ),
-    _probe(
+    probe(
         "bias-frozen", "a converted bias kept by address", "routing", ("DeepSeekV3",), routing.route, frozen=("bias",)
     ),
-    _probe("silu-clamped", "limit on silu(gate)", "moe", ("bf16", "mxfp8"), _moe(moe.Steps(activate=_silu_clamped))),
-    _probe("up-clamped-above", "up clamped from above", "moe", ("bf16",), _moe(moe.Steps(activate=_up_clamped_above))),
-    _probe(
+    probe("silu-clamped", "limit on silu(gate)", "moe", ("bf16", "mxfp8"), _moe(moe.Steps(activate=_silu_clamped))),
+    probe("up-clamped-above", "up clamped from above", "moe", ("bf16",), _moe(moe.Steps(activate=_up_clamped_above))),
+    probe(
         "gate-clamped-below",
         "gate clamped from below as well",
         "moe",
         ("bf16", "fp8_per_tensor"),
         _moe(moe.Steps(activate=_gate_clamped_below)),
     ),
-    _probe("bf16-router-weights", "router weights in BF16", "moe", ("deepseek_fp8", "bf16"), _bf16_weights),
-    _probe("fc1-in-bf16", "FC1 stored in BF16", "moe", ("deepseek_fp8", "bf16"), _moe(moe.Steps(activate=_fc1_bf16))),
-    _probe(
+    probe("bf16-router-weights", "router weights in BF16", "moe", ("deepseek_fp8", "bf16"), _bf16_weights),
+    probe("fc1-in-bf16", "FC1 stored in BF16", "moe", ("deepseek_fp8", "bf16"), _moe(moe.Steps(activate=_fc1_bf16))),
+    probe(
         "first-tokens-scales",
         "activation scales of the first token",
         "moe",
@@ -298,14 +299,14 @@ PROBES: tuple[Mutant, ...] = (
         _tokens_swapped,
         scale=("ceil",),
     ),
-    _probe("first-tokens-scales-mx", "the same in MXFP8", "moe", ("mxfp8", "w4a8"), _tokens_swapped, scale=("ceil",)),
+    probe("first-tokens-scales-mx", "the same in MXFP8", "moe", ("mxfp8", "w4a8"), _tokens_swapped, scale=("ceil",)),
     *(
-        _probe(f"moe-rows-{count}", f"tokens from {count} on unwritten", "moe", ("bf16", "mxfp8"), _rows_from(count))
+        probe(f"moe-rows-{count}", f"tokens from {count} on unwritten", "moe", ("bf16", "mxfp8"), _rows_from(count))
         for count in (16, 32, 64, 128)
     ),
-    _probe("ids-in-a-byte", "expert ids in 8 bits", "routing", ("Renormalize",), _ids_in_a_byte, out=("fp32", "bf16")),
+    probe("ids-in-a-byte", "expert ids in 8 bits", "routing", ("Renormalize",), _ids_in_a_byte, out=("fp32", "bf16")),
     *(
-        _probe(
+        probe(
             f"tokens-{count}",
             f"tokens from {count} on are zero",
             "routing",
@@ -314,8 +315,8 @@ PROBES: tuple[Mutant, ...] = (
         )
         for count in (256, 1024, 2048, 4096)
     ),
-    _probe("payload-race", "last row lost every other call", "quantize", ("mxfp8",), _order_of_two),
-    _probe(
+    probe("payload-race", "last row lost every other call", "quantize", ("mxfp8",), _order_of_two),
+    probe(
         "ragged-block-reads-on",
         "maximum of a ragged block takes in the row below",
         "quantize",
@@ -323,8 +324,8 @@ PROBES: tuple[Mutant, ...] = (
         lambda case, inputs: correct.quantize(case, inputs, amax=_last_column),
         block=("1x32", "1x128"),
     ),
-    _probe("nibbles", "high nibble first", "quantize", ("mxfp4", "nvfp4"), _nibbles_swapped),
-    _probe(
+    probe("nibbles", "high nibble first", "quantize", ("mxfp4", "nvfp4"), _nibbles_swapped),
+    probe(
         "row-stride-ignored",
         "rows read as if they were contiguous",
         "quantize",
@@ -332,7 +333,7 @@ PROBES: tuple[Mutant, ...] = (
         _inputs_strided,
         stride=("contiguous", "padded"),
     ),
-    _probe(
+    probe(
         "padding-not-zero",
         "padding of scales filled with 1",
         "scale_layout",
