@@ -112,7 +112,7 @@ def test_the_table_of_the_docs_is_whole():
         assert all(f"`{relation.name}`" in page for relation in relations.relations(operation))
 
 
-def test_one_seed_in_sixteen_is_followed_and_every_property_has_its_turn():
+def test_one_seed_in_thirty_two_is_followed_and_every_property_has_its_turn():
     names = set()
     for number in range(EVERY * 12):
         found = twin_of(GEMM.replace(seed=number), build(GEMM.replace(seed=number)))
