@@ -217,7 +217,7 @@ class Run:
         from conformance.gating import command, section
 
         out = self._out.path / command.FOLDER
-        result = command.survey(command.Settings(libraries=self._settings.gates), self._console)
+        result = command.survey(command.Settings(libraries=self._settings.gates, twins=False), self._console)
         command.write(result, out)
         self._description["sections"] = [section.section(result, "Architecture gates").to_json()]
         for finding in result.disagreements:

@@ -2,7 +2,8 @@
 
 Request: ``library``; ``sms``; ``patches``, Python files, one of which is run after the library's import and before it
 is asked; ``subjects``, parts of names, all if empty; ``probe_s`` and ``sm_s``, seconds for a probe and an architecture;
-``real``, whether the real device answers instead of the faked one.
+``real``, whether the real device answers instead of the faked one; ``twins``, architectures on which a second device of
+the architecture is asked as well, of whose answers those that differ are told.
 Every architecture, with every patch, has a fork of its own, so that no cache and no crash reaches another one.
 """
 
@@ -92,9 +93,19 @@ def _ask(
 ) -> None:
     if patch:
         runpy.run_path(patch)
+    answers: dict[tuple[str, str], list[str]] = {}
     for subject, variant, gates, facts in probe(sm, request):
         row = {"subject": subject, "variant": variant, "sm": sm, "patch": number, "facts": facts}
         tell({"kind": "row", **row, "gates": [[gate.name, gate.answer, gate.detail] for gate in gates]})
+        answers[subject, variant] = [gate.answer for gate in gates]
+    if sm not in request.get("twins", ()) or request.get("real"):
+        return
+    fake_device.twin()
+    for subject, variant, gates, _ in probe(sm, request):
+        before = answers.get((subject, variant))
+        if before is not None and before != [gate.answer for gate in gates]:
+            row = {"subject": subject, "variant": variant, "sm": sm, "patch": number, "facts": ()}
+            tell({"kind": "twin", **row, "gates": [[gate.name, gate.answer, gate.detail] for gate in gates]})
 
 
 def _forked(work: Callable[[], None], request: Mapping[str, Any]) -> str:

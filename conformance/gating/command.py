@@ -45,7 +45,7 @@ ON_DEVICE = ("flashinfer", "torch")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was asked for; everything where nothing was."""
+    """What was asked for; everything where nothing was. twins: whether a second device of an architecture is asked."""
 
     libraries: tuple[str, ...] = ()
     subjects: tuple[str, ...] = ()
@@ -55,6 +55,7 @@ class Settings:
     strict: bool = False
     device: str = ""
     against: tuple[str, ...] = ()
+    twins: bool = True
 
 
 def gating(settings: Settings, console: Console) -> int:
@@ -104,7 +105,7 @@ def survey(settings: Settings, console: Console) -> Result:
     everything = LIBRARIES if settings.device else WITHOUT_NAMES
     asked = list(dict.fromkeys(settings.libraries or everything))
     console.print(f"asking {', '.join(asked)} ...", highlight=False)
-    observed = _observed(asked, sms, settings.subjects)
+    observed = _observed(asked, sms, settings.subjects, settings.twins)
     for library, part in zip(asked, observed, strict=True):
         lost = without_subject(part, expected) if part.observations and not settings.subjects else ()
         gaps = (
@@ -129,12 +130,12 @@ def survey(settings: Settings, console: Console) -> Result:
     return Result(tuple(parts), expected, tuple(found), tuple(truths), between)
 
 
-def _observed(asked: Sequence[str], sms: Sequence[int], subjects: tuple[str, ...]) -> list[Observed]:
+def _observed(asked: Sequence[str], sms: Sequence[int], subjects: tuple[str, ...], twins: bool) -> list[Observed]:
     """Each library's gates; one that takes long is divided among as many children as run at a time, and comes first."""
     jobs = [(library, sms[part::AT_A_TIME]) for library in asked if library in LONG for part in range(AT_A_TIME)]
     jobs = [job for job in jobs if job[1]] + [(library, sms) for library in asked if library not in LONG]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        parts = list(pool.map(lambda job: observe(job[0], job[1], subjects=subjects), jobs))
+        parts = list(pool.map(lambda job: observe(job[0], job[1], subjects=subjects, twins=twins), jobs))
     return [joined([part for part in parts if part.library == library]) for library in asked]
 
 

@@ -13,6 +13,9 @@ from typing import Any
 CUDA = "13.0"
 _CAPABILITY = [9, 0]
 _REAL = [False]
+_TWIN = [False]
+TWIN = "another faked device"
+"""The name of the twin: of the same architecture, and a small device of it."""
 
 
 class NotFakedError(RuntimeError):
@@ -35,6 +38,11 @@ class Properties:
 
     def __init__(self) -> None:
         self.major, self.minor = _CAPABILITY
+        if _TWIN[0]:
+            self.name = TWIN
+            self.multi_processor_count = 20
+            self.total_memory = 12 * 2**30
+            self.L2_cache_size = 24 * 2**20
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -72,7 +80,7 @@ def install(sm: int) -> None:
         "device": _Device,
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: tuple(_CAPABILITY),
-        "get_device_name": lambda device=None: Properties.name,
+        "get_device_name": lambda device=None: Properties().name,
         "get_device_properties": lambda device=None: Properties(),
         "is_available": lambda: True,
     }
@@ -80,6 +88,11 @@ def install(sm: int) -> None:
         setattr(torch.cuda, name, fake)
     if torch.version.cuda is None:
         torch.version.cuda = CUDA
+
+
+def twin(on: bool = True) -> None:
+    """Make the faked device another one of its architecture: fewer multiprocessors, less memory, another name."""
+    _TWIN[0] = on
 
 
 def choose(sm: int) -> None:

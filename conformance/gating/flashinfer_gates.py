@@ -17,7 +17,7 @@ from typing import Any
 from conformance.gating import fake_device
 from conformance.gating import flashinfer_functions as functions
 from conformance.gating.child import LibraryError, Probe, Row, SlowError, limited
-from conformance.gating.model import ARCHITECTURES, ENVIRONMENT, Gate, classify
+from conformance.gating.model import ARCHITECTURES, ENVIRONMENT, SHAPE, Gate, classify
 
 OLDEST = (0, 7)
 """`QuantConfig(weight, activation)` and the registry came with 0.7."""
@@ -27,6 +27,10 @@ EXPERTS, TOP_K = 256, 8
 Situation = tuple[str, bool | None, int]
 SITUATIONS: tuple[Situation, ...] = (("Default", None, 2048), ("Renormalize", None, 2048), ("Renormalize", True, 512))
 """Routing method, programmatic dependent launch, intermediate size: some runners take few geometries."""
+OF_SHAPES = re.compile(r"size|shape|divisible|multiple|experts|top_?k|hidden|align", re.IGNORECASE)
+"""Refusals that speak of a geometry, whatever else they name."""
+SIZES = (192, 256, 1536)
+"""Further intermediate sizes: what refuses one of them because of the architecture must refuse all."""
 
 
 def load() -> tuple[str, list[str], Probe]:
@@ -85,10 +89,31 @@ def _runner(api: Any, config_class: Any, runner_class: Any, sm: int, limit: floa
     for quant in quants:
         answer, situation, runner = _ask(api, config, runner_class, quant, limit)
         pair = f"{quant.weight.name}x{quant.activation.name}"
-        yield name, pair, (gate, answer), ()
+        yield name, pair, (gate, answer, *_shapes(api, config, runner_class, quant, answer, situation, limit)), ()
         if answer.answer == "yes" and gate.answer == "yes":
             for variant, routing in _routing(api, config, runner_class, quant, situation, runner, limit):
                 yield name, f"{pair} {variant}", (gate, routing), ()
+
+
+def _shapes(
+    api: Any, config: Any, runner_class: Any, quant: Any, answer: Gate, situation: Situation, limit: float
+) -> Iterator[Gate]:
+    """A gate where some intermediate sizes are admitted, and others refused for the architecture, which is the same."""
+    if answer.answer not in ("yes", "no") or OF_SHAPES.search(answer.detail):
+        return
+    said: dict[str, str] = {answer.answer: answer.detail}
+    for size in SIZES:
+        try:
+            with limited(limit):
+                made = _config(api, config, runner_class, quant, *situation[:2], size)
+                runner_class(made, device=_device()).check_support()
+            said.setdefault("yes", "")
+        except (Exception, SlowError) as error:
+            found = classify(error, CAUGHT)
+            if found.answer == "no" and not OF_SHAPES.search(found.detail):
+                said.setdefault("no", f"intermediate size {size}: {found.detail}")
+    if {"yes", "no"} <= set(said):
+        yield Gate(SHAPE, "no", said["no"])
 
 
 def _routing(

@@ -14,6 +14,11 @@ LIBRARIES = ("flashinfer", "sglang", "vllm", "torch", "triton", "backends")
 WITHOUT_NAMES = LIBRARIES[:-1]
 """What is asked where no library is named."""
 
+SHAPE = "shape"
+"""The gate that says no where another shape than the one that is admitted is refused for its architecture."""
+PATHS = ("eager", "compiled")
+"""The gates of an operator that runs in either way."""
+
 Answer = Literal["yes", "no", "unknown", "error"]
 """yes: admits. no: refuses the architecture. unknown: cannot tell here. error: raises what no caller expects."""
 
@@ -81,13 +86,17 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """All that was seen of one library. version: empty where it is not installed. notes: how it was made to answer."""
+    """All that was seen of one library. version: empty where it is not installed. notes: how it was made to answer.
+
+    twins: what another device of the architecture was answered, where that is something else.
+    """
 
     library: str
     version: str
     observations: tuple[Observation, ...] = ()
     gaps: tuple[Gap, ...] = ()
     notes: tuple[str, ...] = ()
+    twins: tuple[Observation, ...] = ()
 
     def patched(self, number: int) -> Observed:
         """The part that was seen under one patch."""
@@ -97,6 +106,7 @@ class Observed:
             observations=tuple(item for item in self.observations if item.patch == number),
             gaps=tuple(gap for gap in self.gaps if gap.patch == number),
             notes=self.notes,
+            twins=tuple(item for item in self.twins if item.patch == number),
         )
 
 

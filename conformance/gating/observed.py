@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ LIBRARY_REST_S = 150.0
 """Seconds for a library: vLLM is imported anew for each architecture, Triton compiles."""
 OFFERS = {"backends": ("claims", "no claim"), "vllm": ("quant", "does not take this format here")}
 """Libraries that say what they offer on an architecture, and nothing of the rest: the gate that refuses it, and how."""
+TWINS: Mapping[str, tuple[int, ...]] = {"flashinfer": (90, 100, 120), "vllm": (90, 120), "torch": ARCHITECTURES}
+"""Where a second device of the architecture is asked; a library's gates hardly differ in this from one to another."""
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -33,12 +35,14 @@ def observe(
     python: str = sys.executable,
     limit: float | None = None,
     real: bool = False,
+    twins: bool = False,
 ) -> Observed:
     """All gates of one library on these architectures; a library that is missing or dies is a gap, never an exception.
 
     subjects: parts of the names of what is asked, all if empty. patches: Python files, each run in forks of its own
     after the library is imported; the observations under the i-th have ``patch`` i + 1. python: the interpreter.
-    limit: seconds for everything, `LIBRARY_S` if None. real: whether the real device answers, not the faked one.
+    limit: seconds for everything, `LIBRARY_S` if None. real: whether the real device answers, not the faked one. twins:
+    whether a second device is asked on the architectures of `TWINS`.
     """
     limit = limit or LIBRARY_S.get(library, LIBRARY_REST_S)
     request = {
@@ -49,6 +53,7 @@ def observe(
         "probe_s": PROBE_S,
         "sm_s": SM_S,
         "real": real,
+        "twins": TWINS.get(library, ()) if twins else (),
     }
     before = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([str(ROOT), *([before] if before else [])])
@@ -82,12 +87,15 @@ def joined(parts: Sequence[Observed]) -> Observed:
     rows = sorted((row for part in parts for row in part.observations), key=lambda row: row.sm)
     gaps = dict.fromkeys(gap for part in parts for gap in part.gaps)
     version = next((part.version for part in parts if part.version), "")
-    return replace(first, version=version, observations=tuple(rows), gaps=tuple(gaps))
+    twins = tuple(row for part in parts for row in part.twins)
+    return replace(first, version=version, observations=tuple(rows), gaps=tuple(gaps), twins=twins)
 
 
 def _read(library: str, lines: Sequence[str], reason: str) -> Observed:
     version, notes = "", ()
-    rows, gaps = [], []
+    rows: list[Observation] = []
+    twins: list[Observation] = []
+    gaps = []
     for line in lines:
         try:
             said = json.loads(line)
@@ -98,15 +106,23 @@ def _read(library: str, lines: Sequence[str], reason: str) -> Observed:
                 version, notes = said["version"], tuple(said["notes"])
             case "gap":
                 gaps.append(Gap(library=library, reason=said["reason"], sm=said.get("sm"), patch=said.get("patch", 0)))
-            case "row":
+            case "row" | "twin" as kind:
                 gates = tuple(Gate(*gate) for gate in said["gates"])
                 row = {key: said[key] for key in ("subject", "variant", "sm", "patch")}
-                rows.append(Observation(library=library, gates=gates, facts=tuple(said["facts"]), **row))
+                found = Observation(library=library, gates=gates, facts=tuple(said["facts"]), **row)
+                (rows if kind == "row" else twins).append(found)
     if reason:
         gaps.append(Gap(library=library, reason=reason))
     if library in OFFERS:
         rows += _unclaimed(rows, *OFFERS[library])
-    return Observed(library=library, version=version, observations=tuple(rows), gaps=tuple(gaps), notes=tuple(notes))
+    return Observed(
+        library=library,
+        version=version,
+        observations=tuple(rows),
+        gaps=tuple(gaps),
+        notes=tuple(notes),
+        twins=tuple(twins),
+    )
 
 
 def _unclaimed(rows: Sequence[Observation], name: str, why: str) -> list[Observation]:

@@ -7,6 +7,9 @@
 | `admits-more-than-it-says` | an architecture that is admitted though the refusals elsewhere name a list without it |
 | `same-family` | SM120 against SM121: one instruction set, so one answer |
 | `gate-raises` | a gate that raises something that no caller takes as a refusal |
+| `depends-on-the-device` | two devices of one architecture that differ in size and name only are not answered alike |
+| `depends-on-shape` | a gate that refuses the architecture at one size and admits it at another |
+| `paths-differ` | an operator that has one format of scales where it runs eagerly, and another where it is compiled |
 | `flag-off` | scales converted for a library that is switched off or not installed |
 | `converted-for-another` | weights converted for DeepGEMM where the dispatch takes another kernel |
 | `accumulator` | a product whose recipe declares another accumulator than its tensor-core instruction has |
@@ -22,7 +25,7 @@ from dataclasses import replace
 
 from conformance.gating import ptx
 from conformance.gating.expected import Expected, Support, explained, holds
-from conformance.gating.model import ARCHITECTURES, Finding, Observation, Observed, numbers
+from conformance.gating.model import ARCHITECTURES, PATHS, SHAPE, Finding, Observation, Observed, numbers
 
 FAMILIES = ((120, 121),)
 """Architectures with one instruction set. SM103 differs from SM100 in its block-scaled FP4 instructions."""
@@ -49,6 +52,7 @@ def findings(observed: Observed, expected: Expected) -> list[Finding]:
     found = list(against_claims(observed, expected))
     for rule in WITHOUT_CLAIMS:
         found += rule(observed.observations)
+    found += other_device(observed)
     known = [explained(finding, observed.version, expected) for finding in found]
     return known + list(explained_no_longer(observed, expected, found))
 
@@ -178,6 +182,45 @@ def gate_raises(rows: Rows) -> Iterator[Finding]:
     yield from _joined("gate-raises", _library(rows), wrong)
 
 
+def other_device(observed: Observed) -> Iterator[Finding]:
+    """`depends-on-the-device`: two devices of one architecture, told apart by what a kernel does not depend on."""
+    answers = {(item.subject, item.variant, item.sm): item for item in observed.observations}
+    wrong = _wrong()
+    for item in observed.twins:
+        first = answers[item.subject, item.variant, item.sm]
+        if {first.answer, item.answer} != {"yes", "no"}:
+            continue
+        why = item.detail or first.detail
+        message = (
+            f"{first.answer} on one device, {item.answer} on a smaller one of the architecture{f': {why}' * bool(why)}"
+        )
+        wrong[item.subject, message, ""][item.variant].append(item.sm)
+    yield from _joined("depends-on-the-device", observed.library, wrong)
+
+
+def depends_on_shape(rows: Rows) -> Iterator[Finding]:
+    """`depends-on-shape`: a refusal of the architecture at some sizes, where others are admitted."""
+    wrong = _wrong()
+    for item in rows:
+        for gate in item.gates:
+            if gate.name == SHAPE and gate.answer == "no":
+                wrong[item.subject, f"admits one shape and refuses another: {gate.detail}", ""][item.variant].append(
+                    item.sm
+                )
+    yield from _joined("depends-on-shape", _library(rows), wrong)
+
+
+def paths_differ(rows: Rows) -> Iterator[Finding]:
+    """`paths-differ`: what runs eagerly against what runs compiled."""
+    wrong = _wrong()
+    for item in rows:
+        eager, compiled = (next((gate for gate in item.gates if gate.name == name), None) for name in PATHS)
+        if eager and compiled and {eager.answer, compiled.answer} == {"yes", "no"}:
+            message = f"eager: {eager.detail}; compiled: {compiled.detail}"
+            wrong[item.subject, message, ""][item.variant].append(item.sm)
+    yield from _joined("paths-differ", _library(rows), wrong)
+
+
 def flag_off(rows: Rows) -> Iterator[Finding]:
     """`flag-off`, per subject."""
     wrong = _wrong()
@@ -234,6 +277,8 @@ WITHOUT_CLAIMS: tuple[Callable[[Rows], Iterator[Finding]], ...] = (
     admits_more_than_it_says,
     same_family,
     gate_raises,
+    depends_on_shape,
+    paths_differ,
     flag_off,
     converted_for_another,
     accumulator,

@@ -55,7 +55,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         file = tmp_path / "claims.toml"
         file.write_text(claims)
 
-        def observe(library: str, sms: Sequence[int], *, subjects: Sequence[str]) -> Observed:
+        def observe(library: str, sms: Sequence[int], *, subjects: Sequence[str], twins: bool) -> Observed:
             return Observed(library=library, version="0.7.4", observations=tuple(rows), gaps=tuple(gaps))
 
         monkeypatch.setattr(command, "observe", observe)

@@ -61,6 +61,29 @@ FAULTS: Mapping[str, tuple[str, str, str, int]] = {
         "B12xNvfp4Config",
         121,
     ),
+    "sm100-instructions-at-production-sizes (NVIDIA/TransformerEngine#2956)": (
+        "admit = runners.B12xNvfp4Runner._check_support\n"
+        "def check(self):\n"
+        "    if self.config.experts.intermediate_size % 128 == 0:\n"
+        "        raise NotImplementedError('the fused kernel uses SM100-only instructions, got SM120')\n"
+        "    admit(self)\n"
+        "runners.B12xNvfp4Runner._check_support = check",
+        "depends-on-shape",
+        "B12xNvfp4Config",
+        120,
+    ),
+    "smaller-device-refused": (
+        "admit = runners.B12xNvfp4Runner._check_support\n"
+        "def check(self):\n"
+        "    import torch\n"
+        "    if torch.cuda.get_device_properties(0).multi_processor_count < 100:\n"
+        "        raise NotImplementedError('not on this architecture')\n"
+        "    admit(self)\n"
+        "runners.B12xNvfp4Runner._check_support = check",
+        "depends-on-the-device",
+        "B12xNvfp4Config",
+        120,
+    ),
     "config-raises": (
         "def supported(arch): raise KeyError(arch)\napi.TrtllmFp4Config.supported = staticmethod(supported)",
         "gate-raises",
@@ -79,7 +102,7 @@ def flashinfer(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     for number, (text, *_) in enumerate(FAULTS.values()):
         patches.append(folder / f"{number}.py")
         patches[-1].write_text(PATCH + text + "\n")
-    return observe("flashinfer", FLASHINFER_SMS, subjects=("Trtllm", "PrimsTs", "B12x"), patches=patches)
+    return observe("flashinfer", FLASHINFER_SMS, subjects=("Trtllm", "PrimsTs", "B12x"), patches=patches, twins=True)
 
 
 @pytest.mark.slow
