@@ -143,7 +143,12 @@ def e4m3_as_float16(codes: Tensor) -> Tensor:
     A code's subnormal numbers are float16's own. Quicker than `decode` on a GPU.
     """
     # Bits 6 to 0 go to 13 to 7; of the copies of the sign that a widened byte has, the topmost alone is kept.
-    return codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
+    narrow = codes.view(torch.int8)
+    if codes.device.type == "cpu":
+        return narrow.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
+    # Widened on the way, which spares a GPU a pass and costs a CPU one.
+    kept = torch.full((1,), 0x17F, dtype=torch.int16, device=codes.device)
+    return torch.bitwise_and(narrow, kept).bitwise_left_shift_(7).view(torch.float16)
 
 
 def encode(values: Tensor, element: Element, overflow: Overflow = "saturate") -> Tensor:

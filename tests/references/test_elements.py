@@ -203,10 +203,11 @@ def test_strides_and_odd_offsets() -> None:
     assert torch.equal(encode(values[:, 1::2], E4M3FN), encode(values, E4M3FN)[:, 1::2])
 
 
-def test_finite_e4m3_codes_as_float16():
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+def test_finite_e4m3_codes_as_float16(device):
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
     finite = (codes & 0x7F) != 0x7F
-    found = e4m3_as_float16(codes[finite]).to(torch.float64) * 2.0**8
+    found = e4m3_as_float16(codes[finite].to(device)).cpu().to(torch.float64) * 2.0**8
     expected = decode(codes[finite], E4M3FN)
     assert torch.equal(found, expected)
     assert torch.equal(found.signbit(), expected.signbit())
