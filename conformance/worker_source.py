@@ -25,7 +25,7 @@ from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, one_line
 from fuzz.grammar import GRAMMAR, Choice, Size
 from references.backend import Backend, Claim
-from references.recipes import Recipe
+from references.recipes import INVARIANCES, Recipe
 
 NAME = re.compile(r"[A-Za-z0-9_.+-]{1,64}\Z")
 MEMBERS = ("name", "version", "claims", "recipe", "prepare", "run")
@@ -153,7 +153,7 @@ def _claimed(label: str, backend: Backend, claim: Any) -> Claimed:
     return Claimed(
         claim=claim.to_json(),
         recipe=recipe.to_json(),
-        recipe_text=recipe.text(OPERATIONS[claim.operation].open_choices(claim.variant)),
+        recipe_text=recipe.text(OPERATIONS[claim.operation].open_choices(claim.variant) | INVARIANCES),
         claim_text=claim.text(),
     )
 

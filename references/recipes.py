@@ -49,6 +49,8 @@ ROUTING_CHOICES = frozenset(
     }
 )
 """The choices of a router; ``references.routing.RoutingRecipe`` explains each and takes them over by name."""
+INVARIANCES = frozenset({"run_to_run", "permutation_invariant", "batch_invariant"})
+"""What any backend may declare of its bits, whatever its operation leaves open."""
 _ROUTING_ERRORS = ("exp_error", "exp_slope", "tanh_error", "log_error", "division_error")
 
 
