@@ -165,9 +165,7 @@ def test_headline_of_a_run_that_stopped(make):
 
 def test_what_a_slow_backend_leaves_out_is_told(make):
     run = {"left_out": [{"backend": "slow", "device": "cpu", "cases": 40}]}
-    assert "Ran in part: slow on cpu: 40 cases of the plan left out, beyond its share" in headline(
-        [make()], run
-    )
+    assert "Ran in part: slow on cpu: 40 cases of the plan left out, beyond its share" in headline([make()], run)
 
 
 def test_headline_is_plain_text_whatever_the_records_hold(make):
