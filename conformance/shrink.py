@@ -24,6 +24,7 @@ from conformance.worker import interpreter
 from conformance.worker_backend import Callee
 from conformance.worker_oracle import Oracle
 from conformance.worker_tensors import to_wire
+from fuzz.anatomy import elements
 from fuzz.case import Case
 from fuzz.shrink_case import Budget, shrink_case
 from fuzz.shrink_inputs import ENOUGH, differing, reduce_inputs
@@ -122,7 +123,7 @@ def shrink(
             inputs=None,
             found=search.found(small, ()),
             differing=sum(counts.values()),
-            elements=0 if own is None else sum(tensor.numel() for tensor in own.values()),
+            elements=0 if own is None else elements(small),
             by_input={name: count for name, count in counts.items() if count},
             tries=budget.used,
             seconds=time.monotonic() - started,
@@ -187,8 +188,6 @@ def wires_of(inputs: Mapping[str, Tensor]) -> tuple[Wire, ...]:
 
 
 def _inputs_fit(case: Case) -> bool:
-    from fuzz.anatomy import elements
-
     return elements(case) <= MAX_ELEMENTS
 
 
