@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from conformance.gating import fake_device
+from conformance.gating import fake_device, vllm_paths
 from conformance.gating.child import LibraryError, Probe, Row, SlowError, limited
 from conformance.gating.model import ARCHITECTURES, ENVIRONMENT, Gate, classify
 
@@ -64,6 +64,9 @@ def load() -> tuple[str, list[str], Probe]:
     fake_device.install(ARCHITECTURES[0])
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     logging.disable(logging.WARNING)
+    with contextlib.suppress(Exception):  # once, for every fork
+        importlib.import_module("triton")
+        importlib.import_module("conformance.gating.launches")
     try:
         package = importlib.import_module("vllm")
         stood_in = _extensions(package)
@@ -268,6 +271,12 @@ def _deep_gemm(sm: int, limit: float, stood_in: bool) -> Rows:
         for kind in ("UE8M0", "FLOAT32_CEIL_UE8M0"):
             gate = _gate("oracle", lambda kind=kind, oracle=oracle: oracle.from_oracle().name == kind, limit)
             yield "DeepGemmQuantScaleFMT", f"{kind}{ending}", (gate,)
+        try:
+            ways = vllm_paths.gates(limit)
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            ways = (Gate("import", "unknown", said),)
+        yield vllm_paths.CLASS, vllm_paths.VARIANT + ending, ways
 
 
 class _Anything(ModuleType):

@@ -51,7 +51,25 @@ class NonNvmlCudaPlatform:
             "kNvfp4Dynamic",
             "kMxfp4Static",
         ]
-    ),
+    )
+    + "\nimport typing\nGroupShape = typing.NamedTuple('GroupShape', [('row', int), ('col', int)])\n",
+    f"{LAYERS}/quantization/input_quant_fp8.py": """
+import torch
+from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
+class QuantFP8:
+    def __init__(self, static, group_shape):
+        self.packed = DeepGemmQuantScaleFMT.from_oracle() is DeepGemmQuantScaleFMT.UE8M0
+        self.dispatch_forward()
+    def forward_cuda(self, x):
+        if self.packed:
+            scales = torch.empty(x.shape[0], x.shape[1] // 512, dtype=torch.int32)
+            torch.ops._C.per_token_group_fp8_quant_packed(x, scales)
+            return x, scales
+        return x, torch.empty(x.shape[0], x.shape[1] // 128)
+    def forward_native(self, x):
+        scales = torch.zeros(x.shape[0], x.shape[1] // 128, dtype=torch.uint8)
+        return x, scales.view(torch.int32) if self.packed else scales.float()
+""",
     f"{LAYERS}/fused_moe/__init__.py": "",
     f"{LAYERS}/fused_moe/config.py": """
 import enum
@@ -169,6 +187,13 @@ FAULTS: Mapping[str, tuple[str, str, str, str, int]] = {
         "DeepGemm",
         90,
     ),
+    "compiled path without packed scales (local-inference-lab/vllm#188)": (
+        "scales.view(torch.int32) if self.packed else scales.float()",
+        "scales.float()",
+        "paths-differ",
+        "QuantFP8",
+        100,
+    ),
     "one of the family": (
         "current().family(100) and",
         "current().capability() in ((10, 0), (12, 0)) and",
@@ -226,6 +251,12 @@ def test_the_shape_of_vllm_is_asked_everywhere(seen: Observed) -> None:
     assert answers["lost", "", 90] == "unknown"
     assert not any(subject.startswith("cpu") for subject, _, _ in answers)
     assert [answers["DeepGemmQuantScaleFMT", "UE8M0", sm] for sm in SMS] == ["no", "yes", "yes", "no", "no"]
+    packed = {row.sm: row.gates for row in seen.observations if row.variant == "1x128 packed UE8M0"}
+    assert [(gate.name, gate.detail) for gate in packed[100]] == [
+        ("eager", "int32 16x1"),
+        ("compiled", "int32 16x1"),
+    ]
+    assert [gate.detail for gate in packed[90]] == ["float32 16x4"] * 2
     assert unexplained(seen) == []
 
 
