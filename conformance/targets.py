@@ -163,9 +163,6 @@ class Fleet:
                 raise UsageError(str(error)) from None
             reason = str(error).removeprefix(f"{source.label}: ")
             return [Absent(backend=name, device=device, reason=reason) for name in source.names or (source.name,)]
-        for item in descriptions:
-            if source.names and item.backend not in source.names:
-                raise HarnessError(f"{source.label} offers {item.backend}, which its NAMES leave out")
         spare = [worker]
 
         def start() -> Worker:

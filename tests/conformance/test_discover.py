@@ -1,5 +1,6 @@
 """Sources are found without importing them, and everything wrong with one is said in one line."""
 
+import ast
 import dataclasses
 import subprocess
 import sys
@@ -46,6 +47,21 @@ def test_builtin_modules_say_the_names_of_their_backends():
     assert [source.name for source in sources if not source.names] == []
     assert len(names) == len(set(names))
     assert {"torch", "torch_bf16", "flashinfer_replay", "triton_interpreter_corrected"} < set(names)
+    for source in sources:
+        tree = ast.parse(Path(package_roots()["conformance"], "backends", f"{source.name}.py").read_text())
+        assert set(source.names) == set(_names_given(tree)), f"NAMES of {source.label}"
+
+
+def _names_given(tree: ast.Module):
+    """What ``backends()`` passes first to each class, and ``name = "..."`` of classes."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "backends":
+            calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and call.args]
+            firsts = [call.args[0] for call in calls if not ast.unparse(call.func).endswith("Error")]
+            yield from (first.value for first in firsts if isinstance(first, ast.Constant))
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(inner, ast.Assign) and ast.unparse(inner.targets[0]) == "name":
+                yield ast.literal_eval(inner.value)
 
 
 def test_an_unknown_backend_is_named_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch):
