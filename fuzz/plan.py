@@ -33,6 +33,9 @@ MAX_ELEMENTS = 2**13
 _SETS = {"boundary": 1536, "special": len(SPECIAL), "pow2_edges": 254 * 7 * 3}
 """``ue8m0`` profiles that enumerate: how many numbers hold all of them."""
 
+_EDGES_IN = {"dtype": "fp32"}
+"""Where a quantiser's ``pow2_edges`` tell a policy on the bits from ``ceil(log2(amax))``."""
+
 # Rows and columns as (blocks, more elements) for one case after another: several ragged blocks first.
 _ROOMY = (((2, 1), (2, 2)), ((0, 5), (5, -2)), ((1, 1), (3, 0)), ((0, 17), (4, 2)))
 _EDGES = (
@@ -70,7 +73,7 @@ def draw_plan(groups: Sequence[Group], per_group: int, seed: int, max_elements: 
             raise ValueError(f"no operation {operation} with variant {variant}")
         chosen: dict[str, Case] = {}
         fixed = cornerstones((operation, variant), max_elements)
-        for case in fixed[: max(len(_singles((operation, variant), max_elements)), per_group * 3 // 4)]:
+        for case in fixed[: max(len(_singles((operation, variant), max_elements)), per_group * 3 // 4 + 1)]:
             chosen[case.text] = case
         if len(chosen) < per_group:
             _draw((operation, variant), per_group, seed, Limits(max_elements), chosen)
@@ -175,13 +178,22 @@ def _singles(group: Group, max_elements: int) -> list[Case]:
     """Every word of every key at least once, on shapes with room."""
     words = _words(group)
     count = max(map(len, words.values()))
-    found = [_case(group, index, _turn(words, index), _ROOMY, max_elements) for index in range(count)]
+    found = [_case(group, index, _sharp(group, _turn(words, index)), _ROOMY, max_elements) for index in range(count)]
     # A combination that the grammar refuses was replaced; whatever word went missing with it gets a case of its own.
     for key, list_ in words.items():
         for word in list_:
             if all(case[key] != word for case in found):
                 found.append(_case(group, len(found), {key: word}, _ROOMY, max_elements))
+    if group[0] == "quantize" and "floor" in words.get("scale", ()):
+        found.append(
+            _case(group, len(found), {"values": "pow2_edges", **_EDGES_IN, "scale": "floor"}, _ROOMY, max_elements)
+        )
     return found
+
+
+def _sharp(group: Group, picked: dict[str, str]) -> dict[str, str]:
+    """The words with a dtype in which an amax can lie so close to a power of two that a logarithm is wrong."""
+    return {**picked, **_EDGES_IN} if group[0] == "quantize" and picked["values"] == "pow2_edges" else picked
 
 
 def _shapes(group: Group, max_elements: int) -> Iterator[Case]:

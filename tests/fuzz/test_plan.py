@@ -9,11 +9,17 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
+from conformance.planning import DEFAULT_CASES
 from fuzz.case import Case, CaseError
 from fuzz.grammar import GRAMMAR, Choice
+from fuzz.inputs import build
 from fuzz.plan import cornerstones, draw_plan, pace, read_plan, write_plan
 from fuzz.scale_profiles import SPECIAL
+from references import ue8m0
+from references.blocks import block_amax
+from references.schemes import scheme
 
 GROUPS = [(operation, variant) for operation in GRAMMAR for variant in GRAMMAR[operation]]
 FEW = [("ue8m0", "ceil"), ("quantize", "fp8_per_tensor"), ("requantize", "mxfp4_to_deepseek_fp8")]
@@ -142,3 +148,20 @@ def test_a_broken_line_is_named(tmp_path):
 def test_unknown_groups_are_refused():
     with pytest.raises(ValueError, match="no operation quantize with variant fp7"):
         draw_plan([("quantize", "fp7")], 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "policy"),
+    [("deepseek_fp8", "ceil"), ("mxfp8", "ceil"), ("mxfp8", "floor"), ("mxfp4", "ceil"), ("mxfp4", "floor")],
+)
+def test_a_run_tells_a_policy_from_a_logarithm(variant, policy):
+    """FP32 ``log2`` one ulp beside 2^k is k, from k = 3 on: the commonest fault of a quantiser."""
+    found = []
+    for case in draw_plan([("quantize", variant)], DEFAULT_CASES, 20261130):
+        if (case["scale"], case["values"], case["dtype"]) == (policy, "pow2_edges", "fp32"):
+            kind = scheme(variant, case["block"], policy)
+            amax = block_amax(build(case)["x"], kind.block)
+            scale = amax / kind.element.max if policy == "ceil" else amax * 2.0**-kind.element.emax
+            codes = (getattr(torch, policy)(torch.log2(scale)) + 127).clamp(0, 254)
+            found += [case] * bool((codes != ue8m0.from_amax(amax, kind.element, policy)).any())
+    assert found
