@@ -89,8 +89,8 @@ def losses(nominal: Operand, reach: Tensor, a: Operand, b: Operand, unit: Tensor
         exact = (groups(nominal.values[some], width) @ values.mT).cumsum(1)
         around = (groups(reach[some], width) @ sizes.mT).cumsum(1) if uncertain else torch.zeros_like(exact)
         coarse = power_of_two(unit[some].clamp(-1000, 1000)) / UNIT  # up to this M nothing is cut
-        minus, plus = (torch.zeros_like(exact[:, 0]) for _ in range(2))
-        part, before, largest = left.rows(some), torch.zeros_like(minus), torch.zeros_like(minus)
+        minus, plus, low, high, before, largest = (torch.zeros_like(exact[:, 0]) for _ in range(6))
+        part = left.rows(some)
         for group in range(exact.shape[1]):
             sides = [
                 (item[:, group, :, None], other[:, group, None])
@@ -104,16 +104,15 @@ def losses(nominal: Operand, reach: Tensor, a: Operand, b: Operand, unit: Tensor
             cut = (limit > coarse * UNIT)[..., None] & (fine < limit[..., None])
             lost = each * torch.where(cut, torch.minimum(size, limit[..., None]), 0.0)
             running = torch.where(limit > coarse * UNIT, torch.minimum(limit, before), 0.0)
-            low, high = _ends(exact[:, group - 1], around[:, group - 1], minus, plus) if group else (minus, plus)
             minus = minus + torch.where(kind >= 0, lost, 0.0).sum(3) + torch.where(high > 0, running, 0.0)
             plus = plus + torch.where(kind <= 0, lost, 0.0).sum(3) + torch.where(low < 0, running, 0.0)
-            error = own * largest
-            low, high = _ends(exact[:, group], around[:, group] + error, minus, plus)
+            reached = around[:, group] + own * largest
+            low, high = exact[:, group] - reached - minus, exact[:, group] + reached + plus
             before = torch.maximum(low.abs(), high.abs())
             limit = UNIT * (_exponent(before) if powers else before)
             limit = torch.where(limit > coarse * UNIT, limit, 0.0)
             minus, plus = minus + torch.where(high > 0, limit, 0.0), plus + torch.where(low < 0, limit, 0.0)
-            before = (before + limit) * SLACK
+            before = before * SLACK
         found[some] = torch.maximum(minus.sum(0), plus.sum(0))
     return found * SLACK
 
@@ -137,10 +136,6 @@ def _top(side: Operand) -> Tensor:
 def _least(side: Operand) -> Tensor:
     """The least set bits of an operand's codes, times their scales."""
     return power_of_two(least_bit(side.codes).clamp(-1000, 1000)) * side.spread(side.scales).abs()
-
-
-def _ends(exact: Tensor, around: Tensor, minus: Tensor, plus: Tensor) -> tuple[Tensor, Tensor]:
-    return exact - around - minus, exact + around + plus
 
 
 def _exponent(values: Tensor) -> Tensor:
