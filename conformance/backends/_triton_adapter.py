@@ -6,6 +6,7 @@ Import it only after ``TRITON_INTERPRET`` is as it should be: Triton decides at 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ ELEMENTS = {
 BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16)}
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SOURCE = "conformance/backends/_triton_kernels.py"
+SWEPT: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",), "inputs": ("strided",)}
 
 Parts = dict[str, Tensor]
 Out = Mapping[str, Tensor]
@@ -76,11 +78,10 @@ class TritonBackend:
         if not self._dots:
             return found
         interpreted = self._max_size is not None
-        return [
-            *found,
-            *gemms.claims(self._max_size, self._capability),
-            *experts.claims(interpreted, self._capability),
-        ]
+        found += gemms.claims(self._max_size, self._capability)
+        if self._device != "cpu":
+            found = [replace(claim, options=SWEPT) for claim in found]
+        return [*found, *experts.claims(interpreted, self._capability)]
 
     def _all_claims(self) -> Iterable[Claim]:
         def claims(

@@ -82,7 +82,7 @@ def recipe(claim: Claim, capability: tuple[int, int] | None) -> Recipe:
 def gemm(case: Any, inputs: Mapping[str, Tensor], output: Tensor) -> Tensor:
     """Launch one GEMM into ``output`` ``[m, n]``."""
     a = inputs["a"]
-    m = torch.tensor([case.integer("m")], dtype=torch.int32, device=a.device)
+    m = torch.full((1,), case.integer("m"), dtype=torch.int32, device=a.device)
     start = torch.zeros(1, dtype=torch.int32, device=a.device)
     launch(case, inputs, output, start, start, m, case.integer("m"), 0)
     return output
@@ -98,11 +98,12 @@ def grouped_gemm(case: Any, inputs: Mapping[str, Tensor], output: Tensor) -> Ten
         launch(case, inputs, output, starts, torch.zeros_like(starts), inputs["masked_m"], m, distance)
         return output
     rows = inputs["m_indices"].to(torch.int64)
-    owned = rows >= 0
-    counts = torch.bincount(rows[owned], minlength=groups).to(torch.int32)
-    numbers = torch.arange(m, device=output.device)
-    first = torch.full((groups,), m, dtype=torch.int64, device=output.device)
-    starts = first.scatter_reduce(0, rows[owned], numbers[owned], "amin").to(torch.int32)
+    owners = torch.where(rows >= 0, rows, groups)  # a group of its own for rows of none, so that no size is asked for
+    numbers = torch.arange(m, dtype=torch.int32, device=output.device)
+    counts = torch.zeros(groups + 1, dtype=torch.int32, device=output.device)
+    counts = counts.scatter_add(0, owners, torch.ones_like(numbers))[:groups]
+    first = torch.full((groups + 1,), m, dtype=torch.int32, device=output.device)
+    starts = first.scatter_reduce(0, owners, numbers, "amin")[:groups]
     launch(case, inputs, output, starts, starts, counts, m, 0)
     return output
 
@@ -133,7 +134,7 @@ def launch(
     if case["layout"] == "mn_major":
         row, block = block, row
     kernels.fp8_gemm_kernel[grid](
-        a, b, scales, inputs["b_scales"], output, starts, scale_starts, counts, n, k,
+        a, b, scales, inputs["b_scales"].contiguous(), output, starts, scale_starts, counts, n, k,
         scale_group, row, block, triton.cdiv(n, 128),
         SCALE=case["scale"], PACKED=scales.dtype == torch.int32, TILE_M=TILE_M, TILE_N=TILE_N, GROUP=128,
     )  # fmt: skip

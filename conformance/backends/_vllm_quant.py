@@ -28,6 +28,7 @@ UTILS = "vllm/model_executor/layers/quantization/utils"
 GROUPED = f"{UTILS}/fp8_utils.py: per_token_group_quant_fp8"
 MX = f"{UTILS}/mxfp8_utils.py: _mxfp8_e4m3_quantize_triton"
 REQUANTISE = f"{UTILS}/fp8_utils.py: requant_weight_ue8m0_inplace"
+STREAMS = {"stream": ("side",), "graph": ("replay",)}
 AMAX_FLOOR, MXFP8_FLOOR, WEIGHT_FLOOR = 1e-10, 2.0**-126, 1e-4
 FULL = 2.0**-22
 """div.full.f32: 2 ulp."""
@@ -46,8 +47,16 @@ def claims(device: str) -> Iterable[Claim]:
                 source=GROUPED,
                 where={**rows, "scale": (scale,)},
                 multiples={"k": 128},
+                options=STREAMS,
             )
-        yield Claim(operation="quantize", variant="mxfp8", source=MX, where={"scale": ("ceil",)}, multiples={"k": 32})
+        yield Claim(
+            operation="quantize",
+            variant="mxfp8",
+            source=MX,
+            where={"scale": ("ceil",)},
+            multiples={"k": 32},
+            options=STREAMS,
+        )
     yield Claim(operation="requantize", variant="deepseek_fp8", source=REQUANTISE)
 
 

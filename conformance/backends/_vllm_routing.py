@@ -21,6 +21,7 @@ from references.recipes import Recipe
 ROUTER = "vllm/model_executor/layers/fused_moe/router"
 TRITON = f"{ROUTER}/dsv4_topk.py: dsv4_topk"
 TORCH = f"{ROUTER}/grouped_topk_router.py: grouped_topk"
+STREAMS = {"stream": ("side",), "graph": ("replay",)}
 SCORES = {"DeepSeekV3": "sigmoid", "GroupedTopK": "softmax"}
 EXP_SLOPE = 1.25 * 2.0**-23
 DIVISION_ERROR = 2.0**-22
@@ -39,7 +40,7 @@ def claims() -> Iterable[Claim]:
         "bias_dtype": ("fp32",),
         "stride": ("contiguous", "offset"),
     }
-    yield Claim(operation="routing", variant="SqrtSoftplus", source=TRITON, where=dsv4)
+    yield Claim(operation="routing", variant="SqrtSoftplus", source=TRITON, where=dsv4, options=STREAMS)
     for method in SCORES:
         # Groups rank by two experts where there is a bias.
         yield Claim(
@@ -48,6 +49,7 @@ def claims() -> Iterable[Claim]:
             source=TORCH,
             where={**plain, "padding": ("none",)},
             multiples={"experts": 2},
+            options=STREAMS,
         )
 
 

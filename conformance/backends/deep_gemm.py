@@ -2,13 +2,15 @@
 
 Released as ``sgl-deep-gemm`` and ``deep_gemm``. Scales are FP32 on SM90, where UE8M0 ones travel as powers of two. The
 casts of ``deep_gemm/utils/math.py`` need no CUDA; where the library itself does not load, that file is loaded alone.
-Call option ``dims``: which sizes a kernel is compiled for (``compiled_dims``).
+Call options: ``dims``, which sizes a kernel is compiled for (``compiled_dims``); ``sms``, on how many multiprocessors
+it is scheduled (``set_num_sms``).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
@@ -55,7 +57,12 @@ GEMMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """What versions of the library call its FP8 and its BF16 kernels."""
-SWEPT: Mapping[str, tuple[str, ...]] = {"dims": ("nk",), "stream": ("side",), "graph": ("replay",)}
+SWEPT: Mapping[str, tuple[str, ...]] = {
+    "dims": ("nk",),
+    "sms": ("66",),
+    "stream": ("side",),
+    "graph": ("replay",),
+}
 
 Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -246,7 +253,8 @@ def _gemm(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -
     a, b = _operands(case, inputs)
 
     def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kernel(a, b, out["output"], compiled_dims=dims)
+        with scheduled(options.get("sms")):
+            kernel(a, b, out["output"], compiled_dims=dims)
         return {"output": out["output"]}
 
     return call
@@ -261,10 +269,26 @@ def _grouped_gemm(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str,
     rows = (inputs["masked_m"], case.integer("m")) if masked else (inputs["m_indices"],)
 
     def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kernel(a, b, out["output"], *rows, compiled_dims=dims)
+        with scheduled(options.get("sms")):
+            kernel(a, b, out["output"], *rows, compiled_dims=dims)
         return {"output": out["output"]}
 
     return call
+
+
+@contextmanager
+def scheduled(sms: str | None) -> Iterator[None]:
+    """Within it kernels are scheduled on so many multiprocessors; None leaves it alone."""
+    if sms is None:
+        yield
+        return
+    library: Any = LIBRARY
+    before = library.get_num_sms()
+    library.set_num_sms(int(sms))
+    try:
+        yield
+    finally:
+        library.set_num_sms(before)
 
 
 def _operands(case: Any, inputs: Mapping[str, Tensor]) -> tuple[Any, Any]:

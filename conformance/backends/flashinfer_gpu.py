@@ -116,7 +116,7 @@ def _cuda_claims(sm: int, replay: bool) -> Iterator[Claim]:
             source=GEMM,
             where={"out": ("bf16",), "layout": ("mn_major",), "scale": ("fp32",)},
             multiples={"k": 128, "n": 64},
-            options={"stream": ("side",)},
+            options=KERNEL_SWEEP,
             enforced=("k",),
         )
     if modules.ready("mxfp8_quantization_sm100"):

@@ -125,6 +125,7 @@ class ScaledGroupedMM:
             source=MEASURED,
             accumulator="hopper_fp8",
             promotion="none" if self._fast else "every_128",
+            scale_combination="fma_dot_sa_sb",
         )
 
     def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
