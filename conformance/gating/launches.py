@@ -6,8 +6,10 @@ on the CPU; nothing is launched, so that answers mean nothing, and an error afte
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +49,8 @@ DIVISIBLE = [["tt.divisibility", 16]]
 EIGHT_BITS, SIXTEEN_BITS = {"*u8", "*i8", "*fp8e4nv", "*fp8e5"}, {"*bf16", "*fp16"}
 ROWS = ("BLOCK_SIZE_M", "TILE_M")
 """Constants on which the kind of a product's instruction depends."""
+WHOLE = re.compile(r"even|mask|aligned", re.IGNORECASE)
+"""Names of switches for sizes that are whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -82,38 +86,36 @@ class Launch:
         elif "tl.dot" in getattr(self.kernel, "src", ""):
             kinds = set(pointers.values())
             operands = ["8 bits"] if kinds & EIGHT_BITS else sorted(kinds & SIXTEEN_BITS)
-            decisive = (operands, [item for item in self.constants.items() if item[0] in ROWS])
+            decisive = (operands, [item for item in self.constants.items() if item[0] in ROWS or WHOLE.search(item[0])])
         return repr((self.kernel.__module__, self.name, decisive, self.options.get("num_warps")))
 
 
 def launches(backend: Backend, claim: Claim) -> list[Launch]:
-    """The launches for one small case of a claim; empty where none is made, or a device is needed before one is."""
-    case = _case(claim)
-    if case is None:
-        return []
+    """The launches for small cases of a claim; empty where none is made, or a device is needed before one is."""
     found: list[Launch] = []
-    outputs: dict[str, Tensor] = {
-        part: torch.zeros(spec.shape, dtype=spec.dtype)
-        for part, spec in OPERATIONS[case.operation].outputs(case).items()
-    }
-    with recorded(case.operation, found):
-        try:
+    for case in _cases(claim):
+        specs = OPERATIONS[case.operation].outputs(case)
+        outputs: dict[str, Tensor] = {part: torch.zeros(spec.shape, dtype=spec.dtype) for part, spec in specs.items()}
+        with recorded(case.operation, found), contextlib.suppress(Exception):
             backend.run(backend.prepare(case, fuzz_inputs.build(case), {}), outputs)
-        except Exception:
-            return found
     return found
 
 
-def _case(claim: Claim) -> Case | None:
-    """A short one of the cornerstones that the claim covers, or that are bent to it, with few sizes of 1.
+def _cases(claim: Claim) -> list[Case]:
+    """Of the cornerstones that the claim covers, or that are bent to it, a ragged one, and one of whole blocks.
 
-    Triton takes 1 for a constant, and makes another kernel of it than the one that mostly runs.
+    Kernels are compiled otherwise where sizes are multiples of something, as in production they are and here seldom.
+    Triton takes a size of 1 for a constant, so that few of them are 1.
     """
     cases = cornerstones(claim.operation, claim.variant)
     covered = [case for case in cases if claim.refusal(case) is None]
     bent = [] if covered else [planning.bend(case, claim, number, 0) for number, case in enumerate(cases)]
     candidates = covered or [case for case in bent if case is not None and claim.refusal(case) is None]
-    return min(candidates, key=lambda case: (_ones(case), len(case.text)), default=None)
+    ragged = min(candidates, key=lambda case: (_sizes(case).count(1), len(case.text)), default=None)
+    whole = min(
+        candidates, key=lambda case: (-sum(size % 128 == 0 for size in _sizes(case)), len(case.text)), default=None
+    )
+    return [case for case in dict.fromkeys((ragged, whole)) if case is not None]
 
 
 @cache
@@ -122,9 +124,9 @@ def cornerstones(operation: str, variant: str) -> tuple[Case, ...]:
     return tuple(plans.cornerstones((operation, variant)))
 
 
-def _ones(case: Case) -> int:
+def _sizes(case: Case) -> list[int]:
     rule = GRAMMAR[case.operation][case.variant]
-    return sum(case.integer(key) == 1 for key, domain in rule.keys.items() if isinstance(domain, Size))
+    return [case.integer(key) for key, domain in rule.keys.items() if isinstance(domain, Size)]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from conformance.gating import fake_device, ptx
 from conformance.gating.child import LibraryError, Probe, Row, SlowError, limited
-from conformance.gating.model import ARCHITECTURES, Gate
+from conformance.gating.model import ARCHITECTURES, SHAPE, Gate
 
 COMPILE_S = 30.0
 PTXAS = "TRITON_PTXAS_PATH"
@@ -130,7 +130,7 @@ def _source(source: str, prefix: str, sm: int, wanted: Sequence[str], done: dict
                 gates.append(gate)
                 found |= dict.fromkeys(_with_accumulators(facts, sm, declared))
         for (subject, variant), (gates, found) in rows.items():
-            yield subject, variant, (_worst(gates),), tuple(sorted(found, key=_place))
+            yield subject, variant, tuple(_joined(gates)), tuple(sorted(found, key=_place))
 
 
 def _variant(claim: Any) -> str:
@@ -140,8 +140,12 @@ def _variant(claim: Any) -> str:
     return " ".join([claim.operation, claim.variant, *words])
 
 
-def _worst(gates: Sequence[Gate]) -> Gate:
-    return min(gates, key=lambda gate: ("no", "unknown", "yes").index(gate.answer))
+def _joined(gates: Sequence[Gate]) -> Iterator[Gate]:
+    """The worst of the launches, and whether others of the same kernel and variant do compile."""
+    worst = min(gates, key=lambda gate: ("no", "unknown", "yes").index(gate.answer))
+    yield worst
+    if worst.answer == "no" and any(gate.answer == "yes" for gate in gates):
+        yield Gate(SHAPE, "no", worst.detail)
 
 
 def _place(fact: str) -> int:
