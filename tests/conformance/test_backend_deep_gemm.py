@@ -156,3 +156,16 @@ def test_codes_of_ue8m0_as_floats(module: Any) -> None:
     assert floats[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
     assert bool(floats[4].isnan())
     assert torch.equal(module._codes(floats), codes)
+
+
+def test_kernels_are_scheduled_as_asked_and_no_longer_than_that(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [132]
+    monkeypatch.setattr(module.LIBRARY, "get_num_sms", lambda: asked[-1], raising=False)
+    monkeypatch.setattr(module.LIBRARY, "set_num_sms", asked.append, raising=False)
+    with module.scheduled(None):
+        assert asked == [132]
+    with module.scheduled("66"):
+        assert asked == [132, 66]
+    with pytest.raises(RuntimeError, match="a kernel"), module.scheduled("66"):
+        raise RuntimeError("a kernel")
+    assert asked == [132, 66, 132, 66, 132]
