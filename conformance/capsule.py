@@ -184,6 +184,10 @@ def _check(where: str, name: str, value: Any) -> None:
         raise CapsuleError(f"{where}: {name} is no line of printable text")
     if name in _PATTERNS and not _PATTERNS[name].match(value):
         raise CapsuleError(f"{where}: {name} is {value[:80]!r}")
+    if name == "options":
+        keys = [word.partition("=")[0] for word in value.split()]
+        if len(set(keys)) < len(keys) or "poison" in keys:
+            raise CapsuleError(f"{where}: options is {value[:80]!r}, where each has a key of its own")
     if name == "verdict" and value not in FAILING:
         raise CapsuleError(f"{where}: verdict {value[:40]!r} is no failure")
     if name in ("case", "origin"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from conformance.subjects import OWN_PLUGINS, Subject, subjects
 from conformance.targets import Fleet, Found
 from conformance.tensor_file import TensorFileError
 from fuzz.case import Case
+from fuzz.grammar import GRAMMAR, Size
 from reports.record import Record, repro_line
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 _OPTION = re.compile(r"([a-z_]+)=([A-Za-z0-9_.+,:-]+)\Z")
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
+BYTES = 8
+"""Bytes for an element of the inputs that a worker and a judge take at the least, one with the other."""
 SHRINK_DEADLINE = 10.0
 """Seconds for a call while shrinking: what hangs is given up sooner than in a run."""
 
@@ -108,6 +112,7 @@ def say(console: Console, line: str) -> None:
 def _one(request: Request, subject: Subject, ledger: Ledger, console: Console) -> int:
     subject = _completed(request, subject)
     case = Case.parse(subject.case)
+    _check_size(case, request.memory_limit)
     fleet = Fleet(subject.plugins, None, request.memory_limit)
     try:
         survey = fleet.survey((subject.backend,), (subject.device,), 2)
@@ -133,6 +138,19 @@ def _one(request: Request, subject: Subject, ledger: Ledger, console: Console) -
         raise HarnessError(str(error)) from None
     finally:
         fleet.close()
+
+
+def _check_size(case: Case, memory_limit: int | None) -> None:
+    """Refuse what no worker could make within its memory. Raises `UsageError`."""
+    keys = GRAMMAR[case.operation][case.variant].keys
+    at_most = math.prod(case.integer(key) for key, domain in keys.items() if isinstance(domain, Size))
+    if memory_limit is None or BYTES * at_most <= memory_limit:
+        return
+    from fuzz.anatomy import elements  # torch comes with it
+
+    count = elements(case)
+    if BYTES * count > memory_limit:
+        raise UsageError(f"the case has {count} elements of input: too many for --memory-limit, {BYTES} bytes for each")
 
 
 def _completed(request: Request, subject: Subject) -> Subject:
@@ -176,6 +194,10 @@ class _Repro:
         about, capsule = target.description, subject.capsule
         digest = self._examiner.judge(self._case, (), self._inputs).input_sha256
         if subject.input_sha256 and digest != subject.input_sha256:
+            if capsule is not None:
+                raise UsageError(
+                    f"capsule {capsule.id}: the inputs of its case hash to {digest}, not to {subject.input_sha256}"
+                )
             raise HarnessError(f"the inputs hash to {digest}, expected {subject.input_sha256}")
         self._say(f"case     {self._case}")
         if self._inputs:

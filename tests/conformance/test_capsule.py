@@ -80,6 +80,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "terminal codes": (lambda data: data.update(message="\x1b[31mred"), "no line of printable text"),
     "bad device": (lambda data: data.update(device="cuda:0; rm"), "device is 'cuda:0; rm'"),
     "bad options": (lambda data: data.update(options="--plugin=evil"), "options is '--plugin=evil'"),
+    "poison": (lambda data: data.update(options="poison=00"), "each has a key of its own"),
+    "twice": (lambda data: data.update(options="tactic=1 tactic=2"), "each has a key of its own"),
     "huge number": (lambda data: data.update(times=10**30), "times is 1"),
     "passing": (lambda data: data.update(verdict="pass"), "verdict 'pass' is no failure"),
 }
@@ -155,6 +157,28 @@ def test_tensors_of_another_shape_than_the_case_are_refused(tmp_path: Path, capf
     path = capsules.write(tmp_path, made(case=case, backend="ml_dtypes"))
     assert main(["repro", str(path)]) == 2
     assert capfd.readouterr().err.endswith("x is float32 [2], the case has float32 [3]\n")
+
+
+@pytest.mark.parametrize(
+    ("case", "digest", "line"),
+    [
+        ("ue8m0 nearest v=1 from=scale n=3 values=normal seed=0", "1" * 64, ": the inputs of its case hash to "),
+        (
+            "dequantize mxfp4 v=1 block=1x32 k=64 m=33554432 out=fp32 scale=ue8m0 values=codes seed=0",
+            "1" * 64,
+            "the case has 2214592512 elements of input: too many for --memory-limit",
+        ),
+    ],
+    ids=["another hash", "huge"],
+)
+def test_a_case_that_does_not_fit_its_capsule_or_this_machine_is_refused(
+    case: str, digest: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held = made(case=case, origin=case, backend="ml_dtypes", explicit=False, input_sha256=digest, tensors=())
+    assert main(["repro", str(capsules.write(tmp_path, held))]) == 2
+    err = capfd.readouterr().err
+    assert line in err
+    assert err.count("\n") == 1
 
 
 def test_a_capsule_cannot_name_code_to_load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
