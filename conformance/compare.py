@@ -26,6 +26,8 @@ from fuzz.case import Case, CaseError
 from reports import comparison, comparison_pages, files
 from reports.comparison import Comparison, ComparisonError
 
+COMPARED = 40
+"""Cases of a drawn plan that each backend claims of each operation x format, if so many can be had."""
 FAIL_ON = ("regression", "drift", "never")
 GATED = {"flashinfer-python": "flashinfer", "sglang": "sglang", "triton": "triton"}
 """Distribution -> the library whose architecture gates can be asked."""
@@ -161,7 +163,9 @@ def _drawn(live: Sequence[_Opened], settings: Settings, ledger: Ledger, asked: s
     descriptions = [about for opened in live for about in opened.descriptions]
     names = {about.backend for about in descriptions}
     witnesses = [Case.parse(entry.witness) for entry in ledger.entries if entry.backend in names]
-    drawn = planning.draw(common, descriptions, settings.seed, settings.cases)
+    # The words of a case are bent to what a narrow side claims, so that both sides answer enough of each format.
+    least = COMPARED if settings.cases is None else min(COMPARED, settings.cases)
+    drawn = planning.draw(common, descriptions, settings.seed, settings.cases, least)
     return [*(case for case in witnesses if (case.operation, case.variant) in common), *drawn]
 
 
@@ -183,7 +187,9 @@ def _run(
         # The witnesses are in the plan of both sides already; the ledger only names what it knows.
         known = _NoWitnesses(ledger.narrowed(item.description, groups).entries)
         targets.append(Target(description=about, start=item.start, ledger=known))
-    own = runs.Settings(seed=settings.seed, limits=limits, command=settings.command, plugins=opened.side.plugins)
+    alone = opened.side.alone
+    plugins = opened.side.plugins if alone is None else (alone.location,)
+    own = runs.Settings(seed=settings.seed, limits=limits, command=settings.command, plugins=plugins)
     description = runs.describe_run(own, plan, targets, opened.survey)
     out.clear(description)
     plans.write_plan(out.path / journal.PLAN, plan)

@@ -223,7 +223,7 @@ class Comparison:
 
     rows: those with regressions first. only_base, only_head: cases that the other side lacks. unpaired: backends
     that only one side has. declared: one line for each recipe or claim that differs. gates: the same for what a library
-    says of architectures. versions: (what, base, head) that differ.
+    says of architectures. versions: (what, base, head) that differ. plugins: of the base, and of the head.
     """
 
     base: str
@@ -236,6 +236,7 @@ class Comparison:
     versions: tuple[tuple[str, str, str], ...]
     gates: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    plugins: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -323,7 +324,13 @@ def compare(base: Side, head: Side, gates: Sequence[str] = ()) -> Comparison:
         declared=tuple(line for one, other in subjects for line in _declared(base.about(one), head.about(other), one)),
         versions=tuple(dict.fromkeys(item for one, other in subjects for item in _versions(base, head, one, other))),
         gates=tuple(gates),
+        plugins=(_plugins(base), _plugins(head)),
     )
+
+
+def _plugins(side: Side) -> tuple[str, ...]:
+    named = side.run.get("plugins")
+    return tuple(item for item in named if isinstance(item, str)) if isinstance(named, list) else ()
 
 
 def shape_class(case: str) -> str:

@@ -100,7 +100,7 @@ def markdown(found: Comparison, limit: int = LIMIT) -> str:
     ):
         pairs = found.pairs(outcome)
         if pairs:
-            lines += _details(f"{title}: {text.plural(len(pairs), 'call')}", _cases(pairs))
+            lines += _details(f"{title}: {text.plural(len(pairs), 'call')}", _cases(pairs, found.plugins))
     for title, said in (("Recipes and claims", found.declared), ("Architecture gates", found.gates)):
         if said:
             more = [f"- and {len(said) - MOST_LINES} more"] * (len(said) > MOST_LINES)
@@ -156,7 +156,7 @@ def _details(title: str, lines: Sequence[str]) -> list[str]:
     return ["<details>", f"<summary>{html.escape(title)}</summary>", "", *lines, "", "</details>", ""]
 
 
-def _cases(pairs: Sequence[Pair]) -> list[str]:
+def _cases(pairs: Sequence[Pair], plugins: tuple[tuple[str, ...], tuple[str, ...]]) -> list[str]:
     """The first case of every kind, then further ones, with the line that shows the head again."""
     lines: list[Pair] = []
     later: list[Pair] = []
@@ -168,10 +168,12 @@ def _cases(pairs: Sequence[Pair]) -> list[str]:
         seen.add(kind)
     said = []
     for pair in [*lines, *later][:MOST_CASES]:
-        lead = pair.head.lead if pair.head.lead.failing or not pair.base.lead.failing else pair.base.lead
+        of_head = pair.head.lead.failing or not pair.base.lead.failing
+        lead = pair.head.lead if of_head else pair.base.lead
         known = f", known as {lead.ledger_id}" if lead.ledger_id else ""
         said.append(f"- {plain(f'{lead.part}: {lead.verdict}{known}: {lead.message}', 300)}  ")
-        said.append(f"  {code(repro_line(lead.case, lead.backend, device=lead.device, options=lead.options))}")
+        line = repro_line(lead.case, lead.backend, device=lead.device, options=lead.options, plugins=plugins[of_head])
+        said.append(f"  {code(line)}")
     if len(pairs) > MOST_CASES:
         said.append(f"- and {text.count(len(pairs) - MOST_CASES)} more")
     return said

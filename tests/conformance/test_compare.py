@@ -68,6 +68,7 @@ def test_a_revision_of_a_plugin_against_its_working_tree_and_a_finished_run(repo
     monkeypatch.chdir(tmp_path)
     common = ("--out", "out", "--environments", "env", "--jobs", "1")
     assert cli.main(["compare", f"{repository}@HEAD", str(repository), *CASES, *common]) == 1
+    assert f"--backend tiny --plugin {repository}`" in Path("out/compare.md").read_text()
     said = capsys.readouterr().out
     assert "DO NOT MERGE: 2 calls regressed: ue8m0 ceil" in said
     written = json.loads(Path("out/compare.json").read_text())
