@@ -15,7 +15,7 @@ from conformance.discover import UsageError
 from conformance.operations import OPERATIONS
 from conformance.relations import EVERY, FIRST, Expected, Relation, twin_of
 from conformance.script import export
-from conformance.shrink import LocalProbe
+from conformance.shrink import LocalProbe, shrink
 from conformance.worker_tensors import to_wire
 from fuzz.anatomy import problem
 from fuzz.case import Case
@@ -140,14 +140,15 @@ def test_drawn_cases_have_twins_that_are_cases():
                     assert bool(same.all()), name
 
 
-def test_a_row_that_takes_in_its_neighbour_is_found_though_it_is_inside():
-    # A row's sums are rounded up by an ulp if the row above is the larger: within every bound, since K is long.
-    def nosy(case, inputs, parts):
-        output = parts["output"].clone()
-        larger = output[1:].sum(1) < output[:-1].sum(1)
-        output[1:][larger] = torch.nextafter(output[1:][larger], torch.tensor(torch.inf))
-        return {"output": output}
+def nosy(case, inputs, parts):
+    """A row's sums are an ulp up if the row above has the larger sum: within every bound, since K is long."""
+    output = parts["output"].clone()
+    larger = output[1:].sum(1) < output[:-1].sum(1)
+    output[1:][larger] = torch.nextafter(output[1:][larger], torch.tensor(torch.inf))
+    return {"output": output}
 
+
+def test_a_row_that_takes_in_its_neighbour_is_found_though_it_is_inside():
     case = seed_for(PLAIN, "rows")
     assert properties(Changed(nosy, accumulator="fp32_any"), case)["rows"].verdict == "pass"
     found = properties(Changed(nosy, permutation_invariant=True, accumulator="fp32_any"), case)["rows"]
@@ -155,6 +156,13 @@ def test_a_row_that_takes_in_its_neighbour_is_found_though_it_is_inside():
     assert "rows of A in another order" in found.message
     assert "(permutation_invariant)" in found.message
     assert found.bit_equal < 1
+
+
+def test_a_property_shrinks_to_two_rows():
+    probe = LocalProbe(Changed(nosy, permutation_invariant=True, accumulator="fp32_any"))
+    found = shrink(seed_for(PLAIN, "rows"), probe, tries=120)
+    assert found is not None
+    assert (found.case.integer("m"), found.case.integer("n"), found.case.integer("k")) == (2, 1, 1)
 
 
 def test_a_kernel_for_few_rows_that_is_wrong_is_found_by_half_of_them():
