@@ -246,7 +246,7 @@ class _Repro:
             if request.keep or (small and not request.script):
                 path = capsules.write(request.keep or Path("out/capsules"), held)
                 self._say(f"capsule  {path}")
-                self._say(f"         nox -s repro -- {path}")
+                self._say(f"         {self._line(str(path))}")
             if request.script:
                 request.script.write_text(self._script(held), encoding="utf-8")
                 self._say(f"script   {request.script}")
@@ -260,15 +260,17 @@ class _Repro:
         self._say(
             f"         {counts}, {small.tries} tries, {small.seconds:.1f} s" + f"; {small.note}" * bool(small.note)
         )
-        about = self._examiner.target.description
-        line = repro_line(
-            small.text_case.text,
-            about.backend,
-            device=about.device,
-            options=self._examiner.target.options_text,
+        self._say(f"         as text: {self._line(small.text_case.text)}")
+
+    def _line(self, subject: str) -> str:
+        target = self._examiner.target
+        return repro_line(
+            subject,
+            target.description.backend,
+            device=target.description.device,
+            options=target.options_text,
             plugins=self._subject.plugins,
         )
-        self._say(f"         as text: {line}")
 
     def _sealed(self, examination: Examination, small: Shrunk | None, failed: int) -> Capsule:
         case, inputs, origin = self._case, self._inputs, self._case

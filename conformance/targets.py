@@ -99,7 +99,11 @@ class Fleet:
                 raise UsageError(f"unknown device {device!r}; known: {', '.join(here)}")
         chosen = list(devices) or here[:2]
         asked = [s for s in self._sources if not (backends and s.names) or set(backends) & set(s.names)]
-        found, absent = self._describe(asked, chosen, jobs)
+        # What the user wrote comes first: an error in it need not wait for all the rest.
+        plugins = [source for source in asked if source.kind.startswith("plugin")]
+        found, absent = self._describe(plugins, chosen, jobs)
+        more, reasons = self._describe([source for source in asked if source not in plugins], chosen, jobs)
+        found, absent = found + more, absent + reasons
         _check_distinct(found)
         wanted = set(backends) or _names(found, absent)
         for name in sorted(wanted - _names(found, absent)):
