@@ -142,13 +142,29 @@ def e4m3_as_float16(codes: Tensor) -> Tensor:
 
     A code's subnormal numbers are float16's own. Quicker than `decode` on a GPU.
     """
+    flat = codes.reshape(-1)
+    if codes.device.type == "cpu" or flat.numel() % 2 or flat.storage_offset() % 2:
+        return _moved(codes)
+    return pairs_as_float16(flat).view(codes.shape)
+
+
+def pairs_as_float16(flat: Tensor) -> Tensor:
+    """`e4m3_as_float16` of an even number of codes at an even address, two at a time: two passes instead of three."""
+    index = flat.view(torch.uint16).to(torch.int32)
+    return torch.index_select(_moved_pairs(flat.device), 0, index).view(torch.float16)
+
+
+def _moved(codes: Tensor) -> Tensor:
     # Bits 6 to 0 go to 13 to 7; of the copies of the sign that a widened byte has, the topmost alone is kept.
-    narrow = codes.view(torch.int8)
-    if codes.device.type == "cpu":
-        return narrow.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
-    # Widened on the way, which spares a GPU a pass and costs a CPU one.
-    kept = torch.full((1,), 0x17F, dtype=torch.int16, device=codes.device)
-    return torch.bitwise_and(narrow, kept).bitwise_left_shift_(7).view(torch.float16)
+    return codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
+
+
+@lru_cache(maxsize=4)
+def _moved_pairs(device: torch.device) -> Tensor:
+    """Two float16 numbers in an int32 for each pair of codes, by low code + 256 * high code."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    pairs = torch.stack((codes.repeat(256), codes.repeat_interleave(256)), dim=1)
+    return _moved(pairs).view(torch.int32).view(-1).to(device)
 
 
 def encode(values: Tensor, element: Element, overflow: Overflow = "saturate") -> Tensor:

@@ -31,6 +31,7 @@ from references.elements import (
     encode_bits,
     from_ordinal,
     ordinal,
+    pairs_as_float16,
     table,
 )
 
@@ -206,11 +207,17 @@ def test_strides_and_odd_offsets() -> None:
 @pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
 def test_finite_e4m3_codes_as_float16(device):
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-    finite = (codes & 0x7F) != 0x7F
-    found = e4m3_as_float16(codes[finite].to(device)).cpu().to(torch.float64) * 2.0**8
-    expected = decode(codes[finite], E4M3FN)
-    assert torch.equal(found, expected)
-    assert torch.equal(found.signbit(), expected.signbit())
+    finite = codes[(codes & 0x7F) != 0x7F].to(device)
+    for some in (finite, finite[1:], finite[2:-1], finite[:250].view(50, 5)):
+        found = e4m3_as_float16(some).to(torch.float64) * 2.0**8
+        expected = decode(some, E4M3FN)
+        assert torch.equal(found, expected)
+        assert torch.equal(found.signbit(), expected.signbit())
+
+
+def test_pairs_of_e4m3_codes_as_float16():
+    codes = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    assert torch.equal(pairs_as_float16(codes).view(torch.int16), e4m3_as_float16(codes).view(torch.int16))
 
 
 def test_large_results_have_pages_of_their_own() -> None:
