@@ -84,11 +84,16 @@ class Entry:
         """Whether the entry explains this failing record."""
         return (
             record.failing
-            and (record.verdict, record.part) == (self.verdict, self.part)
+            and record.verdict == self.verdict
+            and (record.part == self.part or self._is_twins(record))
             and self.concerns(record.backend, record.version, record.device)
             and self.message.search(record.message) is not None
             and self.covers_case(Case.parse(record.case))
         )
+
+    def _is_twins(self, record: Record) -> bool:
+        """Whether a property failed by this part of the twin's answer (``conformance/relations.py``)."""
+        return record.part.startswith("property:") and f": {self.part}: " in record.message
 
     def to_json(self) -> dict[str, str]:
         """What run.json and the reports say of an entry."""

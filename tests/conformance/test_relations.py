@@ -12,6 +12,7 @@ from conformance.backends.hopper_model import backends as hopper_models
 from conformance.backends.torch_ops import TorchBackend
 from conformance.capsule import Capsule
 from conformance.discover import UsageError
+from conformance.ledger import load
 from conformance.operations import OPERATIONS
 from conformance.relations import EVERY, FIRST, Expected, Relation, twin_of
 from conformance.script import export
@@ -172,6 +173,20 @@ def test_a_kernel_for_few_rows_that_is_wrong_is_found_by_half_of_them():
     found = properties(Changed(few), seed_for(GEMM, "subset"))["subset"]
     assert found.verdict == "wrong"
     assert found.message.startswith("the first half of A's rows alone: output: ")
+
+
+def test_what_the_ledger_knows_is_known_of_a_twin_too(tmp_path):
+    def few(case, inputs, parts):
+        return {"output": parts["output"] * (1.5 if case.integer("m") == 6 else 1)}
+
+    found = properties(Changed(few), seed_for(GEMM, "subset"))["subset"]
+    entry = (
+        'id = "few-rows"\nbackend = "torch"\nversions = ""\noperation = "gemm"\nvariants = ["mxfp8"]\n'
+        f'verdict = "wrong"\nmessage = "outside"\nreason = "x"\nwitness = "{GEMM}"\n'
+    )
+    for part, known in (("output", "few-rows"), ("scales", None)):
+        (tmp_path / "ledger.toml").write_text(f'[[entry]]\n{entry}part = "{part}"\n')
+        assert load(tmp_path / "ledger.toml").match(found) == known
 
 
 def test_a_sum_that_is_not_linear_is_found():
