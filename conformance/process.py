@@ -30,6 +30,8 @@ from conformance.frames import EndOfStreamError, Frame, FrameError, read_frame, 
 from conformance.launch import BackendSource, spawn
 from conformance.messages import CallReply, CallStatus, Description, JudgeReply, Wire, as_inputs
 from conformance.process_replies import call_reply, descriptions, judge_reply, names
+from fuzz.case import Case
+from fuzz.extent import is_large
 
 TICK = 0.02
 """Seconds between looks at a busy worker's memory."""
@@ -39,6 +41,8 @@ MAX_ERROR = 1000
 """Longest line of a worker's own error that is passed on, in characters."""
 START_DEADLINE = 300.0
 """Seconds for an interpreter to start, import torch and import the source (a cold file cache takes most of it)."""
+DRAW_DEADLINE = 600.0
+"""Seconds to draw the inputs of a large case and of its sister."""
 _EXIT_GRACE = 2.0
 _WORKERS = itertools.count(1)
 _SPAWNER = ThreadPoolExecutor(1, "worker-spawner")
@@ -136,15 +140,17 @@ class Worker:
     ) -> CallReply:
         """Call a backend once. Every failure of the backend is a reply.
 
-        options: call options; ``poison`` is ``nan`` or ``finite``. deadline: seconds from an imported source to the
-        whole answer. inputs: explicit ones instead of the case's own. Raises `WorkerFailed` where no fresh worker
-        starts or the harness itself fails.
+        options: call options; ``poison`` is ``nan`` or ``finite``. deadline: seconds from an imported source, and from
+        inputs that take long to draw, to the whole answer. inputs: explicit ones instead of the case's own. Raises
+        `WorkerFailed` where no fresh worker starts or the harness itself fails.
         """
         request = {"do": "call", "case": case, "backend": backend, "options": dict(options)}
         with self._busy:
             started = time.monotonic()
             try:
                 self._ensure()
+                if not inputs and is_large(Case.parse(case)):
+                    self._exchange({**request, "do": "draw"}, (), DRAW_DEADLINE)
                 started = time.monotonic()
                 frame = self._exchange(request, as_inputs(inputs), deadline)
                 reply = call_reply(frame)

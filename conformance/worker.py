@@ -50,6 +50,11 @@ class Server:
         callee = self._loaded()
         return [describe(callee.label, backend, self._device) for backend in callee.backends.values()], ()
 
+    def draw(self, request: Mapping[str, Any], tensors: Sequence[Wire]) -> Answer:
+        """Make a case's inputs before it is called."""
+        self._loaded().draw(request["case"], request["options"])
+        return True, ()
+
     def call(self, request: Mapping[str, Any], tensors: Sequence[Wire]) -> Answer:
         """One ``CallReply``, its outputs beside it; tensors are explicit inputs."""
         return self._loaded().call(request["case"], request["backend"], request["options"], plain_names(tensors))
@@ -72,6 +77,7 @@ REQUESTS: Mapping[str, Callable[[Server, Mapping[str, Any], Sequence[Wire]], Ans
     "devices": Server.devices,
     "load": Server.load,
     "describe": Server.describe,
+    "draw": Server.draw,
     "call": Server.call,
     "judge": Server.judge,
 }

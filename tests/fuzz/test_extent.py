@@ -1,0 +1,41 @@
+"""The extent of a case is that of the tensors it draws."""
+
+import pytest
+
+from conformance.operations import OPERATIONS
+from fuzz.case import Case
+from fuzz.extent import LARGE, elements, is_large
+from fuzz.grammar import GRAMMAR
+from fuzz.plan import cornerstones
+
+MATRICES = {
+    "moe": ("x", "w1", "w2"),
+    "gemm": ("a", "b"),
+    "grouped_gemm": ("a", "b"),
+    "quantize": ("x",),
+    "dequantize": ("payload",),
+    "requantize": ("payload",),
+    "routing": ("logits",),
+    "ue8m0": ("x",),
+}
+PACKED = {"mxfp4", "nvfp4", "w4a8", "w4a16", "mxfp4_to_deepseek_fp8"}
+
+
+@pytest.mark.parametrize("operation", MATRICES)
+def test_it_counts_the_elements_that_are_drawn(operation):
+    for variant in GRAMMAR[operation]:
+        if variant in PACKED:
+            continue
+        for case in list(cornerstones((operation, variant)))[:3]:
+            inputs = OPERATIONS[operation].inputs(case)
+            assert elements(case) == sum(inputs[name].numel() for name in MATRICES[operation]), case
+
+
+def test_a_layer_of_a_model_is_large_and_a_planned_case_is_not():
+    text = (
+        "moe deepseek_fp8 v=1 experts=256 gate=first hidden=2048 ids=spread intermediate=512 limit=none out=bf16 "
+        "scale=fp32 scaling=1 tokens=8 topk=8 values=normal weight=output seed=1"
+    )
+    assert elements(Case.parse(text)) == 3 * 256 * 2048 * 512 + 8 * 2048 > LARGE
+    assert is_large(Case.parse(text))
+    assert not is_large(Case.parse("scale_layout k_major v=1 cols=8 direction=pack rows=9 values=index seed=0"))
