@@ -8,6 +8,9 @@ power-of-two scales hardly anything is ever rounded and hardly any error is admi
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from fuzz.case import Case
 from fuzz.expert_maps import drawn_kind, expert_map
+from fuzz.extent import is_large
 from fuzz.gemm_inputs import fill
 from fuzz.gemm_profiles import GEMM_PROFILES, to_codes
 from fuzz.grammar import RANKS
@@ -25,6 +29,8 @@ from fuzz.values import ELEMENTS, FLOATS, Integers, Reals, coin, from_bits, inte
 from references.gemm_formats import Side
 from references.moe.config import config_of
 
+MOST_THREADS = 8
+"""That draw the experts of a large layer."""
 GATE_EXPONENT = 5
 """Under ``saturated`` every gate is a multiple of 2^5."""
 
@@ -35,7 +41,12 @@ def build_moe(case: Case) -> dict[str, Tensor]:
     if is_mapped(case):
         kind = "linear" if case["ids"] == "map_linear" else drawn_kind(case.text, ("round_robin", "shuffled"))
         found["expert_map"] = expert_map(case.text, RANKS * case.integer("experts"), kind)
-    experts = [_expert(case, expert) for expert in range(case.integer("experts"))]
+    numbers = range(case.integer("experts"))
+    if is_large(case):
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:  # NumPy lets go of the interpreter
+            experts = list(pool.map(partial(_expert, case), numbers))
+    else:
+        experts = [_expert(case, expert) for expert in numbers]
     found |= {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
     for name, exponent in (("x", -7), ("h", -4)):
         if case.variant == "fp8_per_tensor":

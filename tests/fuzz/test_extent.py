@@ -1,8 +1,10 @@
 """The extent of a case is that of the tensors it draws."""
 
 import pytest
+import torch
 
 from conformance.operations import OPERATIONS
+from fuzz import moe_inputs
 from fuzz.case import Case
 from fuzz.extent import LARGE, elements, is_large
 from fuzz.grammar import GRAMMAR
@@ -39,3 +41,16 @@ def test_a_layer_of_a_model_is_large_and_a_planned_case_is_not():
     assert elements(Case.parse(text)) == 3 * 256 * 2048 * 512 + 8 * 2048 > LARGE
     assert is_large(Case.parse(text))
     assert not is_large(Case.parse("scale_layout k_major v=1 cols=8 direction=pack rows=9 values=index seed=0"))
+
+
+def test_experts_of_a_large_layer_are_those_of_a_small_one(monkeypatch):
+    text = (
+        "moe nvfp4 v=1 experts=7 gate=first hidden=64 ids=spread intermediate=32 limit=none out=bf16 scale=e4m3 "
+        "scaling=1 tokens=3 topk=2 values=normal weight=output seed=1"
+    )
+    case = Case.parse(text)
+    one_by_one = moe_inputs.build_moe(case)
+    monkeypatch.setattr(moe_inputs, "is_large", lambda case: True)
+    at_once = moe_inputs.build_moe(case)
+    assert list(at_once) == list(one_by_one)
+    assert all(torch.equal(at_once[name], one_by_one[name]) for name in at_once)
