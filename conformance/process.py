@@ -30,7 +30,7 @@ from conformance.frames import EndOfStreamError, Frame, FrameError, read_frame, 
 from conformance.launch import BackendSource, spawn
 from conformance.messages import CallReply, CallStatus, Description, JudgeReply, Wire, as_inputs
 from conformance.process_replies import call_reply, descriptions, judge_reply, names
-from fuzz.case import Case
+from fuzz.case import Case, CaseError
 from fuzz.extent import is_large
 
 TICK = 0.02
@@ -62,6 +62,14 @@ class JudgeFailed(WorkerFailed):
     def __init__(self, status: CallStatus, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def _is_large(text: str) -> bool:
+    """Whether a case's inputs take long to draw; a text that is no case is the worker's to refuse."""
+    try:
+        return is_large(Case.parse(text))
+    except CaseError:
+        return False
 
 
 class _Ended(Exception):  # noqa: N818
@@ -149,7 +157,7 @@ class Worker:
             started = time.monotonic()
             try:
                 self._ensure()
-                if not inputs and is_large(Case.parse(case)):
+                if not inputs and _is_large(case):
                     self._exchange({**request, "do": "draw"}, (), DRAW_DEADLINE)
                 started = time.monotonic()
                 frame = self._exchange(request, as_inputs(inputs), deadline)
