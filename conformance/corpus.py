@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,21 @@ def write(folder: Path, entry: Entry) -> Path:
     return path
 
 
+def keep(folder: Path, failures: Iterable[Mapping[str, Any]], say: Callable[[str], None]) -> None:
+    """Keep the failures of a run that have a capsule; where that cannot be, say so: the run's reports matter more."""
+    try:
+        for item in failures:
+            if item["capsule"]:
+                write(folder, of_failure(item))
+    except OSError as error:
+        say(f"corpus {folder}: nothing can be kept there ({error.strerror or error})")
+
+
 def read(folder: Path) -> list[Entry]:
     """The entries of a folder by name; none if there is no folder. Raises `CorpusError`."""
     if not folder.is_dir():
+        if folder.exists():
+            raise CorpusError(f"corpus {folder}: not a directory")
         return []
     return [_entry(path) for path in sorted(folder.glob("*.json"))]
 

@@ -170,9 +170,7 @@ class Controller:
         finally:
             fleet.close()
         if settings.corpus is not None and self.description["complete"]:
-            for item in listed:
-                if item["capsule"]:
-                    corpus.write(settings.corpus, corpus.of_failure(item))
+            corpus.keep(settings.corpus, listed, say)
         self.description["failures"] = listed
 
     def write(self) -> list[Path]:

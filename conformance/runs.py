@@ -93,7 +93,11 @@ Asked = tuple[list[planning.Group], list[Case]]
 
 
 def ask(settings: Settings) -> Asked:
-    """What the settings ask for. Raises `UsageError`."""
+    """What the settings ask for, before anything is started. Raises `UsageError` and ``CorpusError``."""
+    if settings.corpus is not None:
+        corpus.read(settings.corpus)
+    if settings.resume and not all((settings.out / name).exists() for name in (journal.RUN, journal.RECORDS)):
+        raise UsageError(f"--resume: {settings.out} holds no journal")
     chosen = planning.groups(settings.operations, settings.formats)
     given = [*planning.parse(settings.texts), *(planning.read(settings.plan) if settings.plan else [])]
     given = [case for case in given if (case.operation, case.variant) in chosen]
@@ -229,8 +233,6 @@ class Run:
 
     def _kept(self) -> list[Record]:
         out = self._out.path
-        if not (out / journal.RUN).exists() or not (out / journal.RECORDS).exists():
-            raise UsageError(f"--resume: {out} holds no journal")
         earlier = journal.read_run(out)
         difference = difference_between(earlier, self._description)
         if difference:
@@ -304,9 +306,7 @@ class Run:
                 self._say("shrinking was interrupted")
                 return []
         if settings.corpus is not None and result.complete:
-            for item in listed:
-                if item["capsule"]:
-                    corpus.write(settings.corpus, corpus.of_failure(item))
+            corpus.keep(settings.corpus, listed, self._say)
         return listed
 
     def _say(self, line: str) -> None:

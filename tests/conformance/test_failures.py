@@ -173,3 +173,12 @@ def test_the_shipped_cases_are_those_of_the_public_seeds() -> None:
         (900013, "256", "2048", "1024", "16"),
         (900017, "128", "1024", "512", "16"),
     }
+
+
+def test_a_corpus_that_cannot_be_written_is_said_and_costs_no_more(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    listed = [{"capsule": ""}, {"capsule": "x", "case": CASE, "smallest": CASE, "backend": "b", "device": "cpu"}]
+    listed[1] |= {"verdict": "wrong", "part": "scales", "kind": "", "stage": "", "text": CASE}
+    said: list[str] = []
+    corpus.keep(tmp_path / "file" / "corpus", listed, said.append)
+    assert said == [f"corpus {tmp_path / 'file' / 'corpus'}: nothing can be kept there (Not a directory)"]

@@ -140,6 +140,7 @@ def test_entries_of_other_operations_are_left_alone(run: Run, tmp_path: Path, fa
         (("--cases", "0"), "Invalid value for '--cases'"),
         (("--seed", "-1"), "Invalid value for '--seed'"),
         (("--resume",), "--resume: "),
+        (("--corpus", __file__), f"corpus {__file__}: not a directory"),
         (("--wrong",), "No such option: --wrong"),
     ],
 )
