@@ -96,6 +96,7 @@ def run(
         bool, typer.Option("--keep-selections", help="Keep what routers answer, for replay --selections.")
     ] = False,
     shapes: Annotated[str, typer.Option(metavar="drawn|real|all", help="Which sizes the plan's cases have.")] = "drawn",
+    judge: Annotated[str, typer.Option(metavar="DEVICE", help="Where the references compute.")] = "cpu",
     sweep: Annotated[
         str, typer.Option(metavar="all|none|KEY=WORD,...", help="Call options to run some cases under again.")
     ] = "all",
@@ -144,6 +145,7 @@ def run(
         sweep=sweep,
         gates=tuple(gates or ()),
         shapes=shapes,
+        judge=judge,
         limits=limits,
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
     )

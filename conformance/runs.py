@@ -61,6 +61,7 @@ class Settings:
     sweep: str = sweeps.ALL
     gates: tuple[str, ...] = ()
     shapes: str = "drawn"
+    judge: str = "cpu"
     keep_selections: bool = False
     limits: Limits = field(default_factory=Limits)
     command: str = ""
@@ -71,7 +72,8 @@ def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     asked = ask(settings)
     _check_gates(settings)
     out = OutDirectory(settings.out)
-    fleet = Fleet(settings.plugins, settings.out / journal.LOGS, settings.memory_limit)
+    logs = settings.out / journal.LOGS
+    fleet = Fleet(settings.plugins, logs, settings.memory_limit, judge_device=settings.judge)
     try:
         plan, targets, survey = prepare(settings, asked, ledger, fleet)
         targets = [*targets, *sweeps.swept_targets(targets, settings.sweep)]
@@ -399,6 +401,7 @@ def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Tar
         "plugins": list(settings.plugins),
         "jobs": settings.limits.jobs,
         "workers": settings.limits.workers,
+        "judge": settings.judge,
         "deadline": settings.limits.deadline,
         "sweep": settings.sweep,
         "budget": settings.limits.budget,

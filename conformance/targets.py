@@ -51,6 +51,7 @@ class Fleet:
 
     plugins: files or modules. log_dir: of the workers. memory_limit: bytes for one worker. python: the interpreter of
     every backend, whatever is configured. alone: the only source of backends. judges: whether a survey tries an oracle.
+    judge_device: where the references compute.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class Fleet:
         python: str | None = None,
         alone: BackendSource | None = None,
         judges: bool = True,
+        judge_device: str = "cpu",
     ) -> None:
-        self._judges = judges
+        self._judges, self._judge_device = judges, judge_device
         self._python, self._pythons = python, discover.environments()
         self._sources = [alone] if alone else discover.sources(plugins, self._pythons)
         self._log_dir, self._memory_limit = log_dir, memory_limit
@@ -84,7 +86,7 @@ class Fleet:
         with self._mutex:
             if self._spare_oracles:
                 return self._spare_oracles.pop()
-        return self.worker(None)
+        return self.worker(None, self._judge_device)
 
     def survey(self, backends: Sequence[str], devices: Sequence[str], jobs: int) -> Survey:
         """Describe the backends: those named, or all. Raises `UsageError` where a name or a plugin is no good.
@@ -97,6 +99,8 @@ class Fleet:
         for device in devices:
             if device not in here:
                 raise UsageError(f"unknown device {device!r}; known: {', '.join(here)}")
+        if self._judge_device not in here:
+            raise UsageError(f"--judge: unknown device {self._judge_device!r}; known: {', '.join(here)}")
         chosen = list(devices) or here[:2]
         asked = [s for s in self._sources if not (backends and s.names) or set(backends) & set(s.names)]
         # What the user wrote comes first: an error in it need not wait for all the rest.
@@ -150,7 +154,7 @@ class Fleet:
         """Without a judge nothing can be said of any backend; and the first judgement need not wait for its start."""
         if self._spare_oracles or not self._judges:
             return
-        oracle = self.worker(None)
+        oracle = self.worker(None, self._judge_device)
         try:
             oracle.devices(DESCRIBE_DEADLINE)
         except WorkerFailed as error:

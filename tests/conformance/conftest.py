@@ -70,7 +70,9 @@ class FakeFleet:
     offers: Mapping[str, tuple[Behaviour, Sequence[Claim]]] = {}
     version = "1.5"
 
-    def __init__(self, plugins: Sequence[str], log_dir: object, memory_limit: int | None) -> None:
+    def __init__(
+        self, plugins: Sequence[str], log_dir: object, memory_limit: int | None, *, judge_device: str = "cpu"
+    ) -> None:
         self.plugins = plugins
 
     def oracle(self) -> Any:

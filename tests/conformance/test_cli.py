@@ -40,6 +40,7 @@ def test_wrong_words_are_named_without_torch_and_without_a_worker(tmp_path: Path
         "run --operation quantise": "unknown operation 'quantise' (do you mean 'quantize'?); known: ",
         "run --format nothing": "unknown format 'nothing'; known: ",
         "run --device tpu": "unknown device 'tpu'; known: cpu",
+        "run --judge cuda:9": "--judge: unknown device 'cuda:9'; known: cpu",
         "run --resume DIR": "--resume takes no value, 'DIR' follows it; it goes on with the run in",
         "run --no-ledger my.toml": "--no-ledger takes no value, 'my.toml' follows it",
         "run stray": "Got unexpected extra argument",
