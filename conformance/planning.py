@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from conformance.discover import UsageError, unknown
 from conformance.messages import Description
 from fuzz import plan as plans
 from fuzz.case import Case, CaseError
+from fuzz.extent import is_large
 from fuzz.grammar import GRAMMAR, Choice
 from fuzz.real_shapes import real_cases
 from references.backend import Claim
@@ -22,6 +23,9 @@ HEAVY_CASES = {"moe": 32}
 LEAST = 200
 """Claimed cases that each operation x backend gets at least, unless the number of cases is given; a slow backend, in
 proportion to its pace."""
+
+MOST_LARGE = 2
+"""Cases that take long to draw, of those that are added for one backend: a layer of 256 experts takes a minute."""
 
 PROBED = ("ue8m0", "quantize", "gemm")
 """Operations whose open choices can be measured."""
@@ -160,11 +164,24 @@ def _top_up(
             mine = [claim for claim in claims if (claim.operation, claim.variant) in groups]
             pool = [case for group in groups for case in pools.get(group, ())]
             lacking = least - sum(any(claim.refusal(case) is None for claim in mine) for case in pool) if mine else 0
-            if lacking > 0:
-                for case in islice(_bent(pool, mine, least), lacking):
-                    added[case] = None
-                    pools[case.operation, case.variant].append(case)
+            small = [case for case in pool if not is_large(case)]
+            for case in _few_large(_bent(small, mine, least), max(0, lacking)):
+                added[case] = None
+                pools[case.operation, case.variant].append(case)
     return list(added)
+
+
+def _few_large(cases: Iterator[Case], count: int) -> Iterator[Case]:
+    """The first of the cases, but `MOST_LARGE` large ones at most; more of them in a row end the search."""
+    large = 0
+    while count > 0 and large <= 2 * MOST_LARGE:
+        case = next(cases, None)
+        if case is None:
+            return
+        large += is_large(case)
+        if not is_large(case) or large <= MOST_LARGE:
+            count -= 1
+            yield case
 
 
 def _bent(pool: Sequence[Case], claims: Sequence[Claim], turns: int) -> Iterator[Case]:

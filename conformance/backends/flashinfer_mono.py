@@ -45,7 +45,6 @@ class MonoMoe:
     """``flashinfer_mono``."""
 
     name = "flashinfer_mono"
-    pace = 0.02  # a case has three quarters of a gigabyte of weights
 
     def __init__(self) -> None:
         self._scratchpad: Tensor | None = None

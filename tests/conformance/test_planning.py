@@ -176,3 +176,13 @@ def test_sizes(text: str, value: int) -> None:
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         units.size(text)
+
+
+def test_cases_that_take_long_to_draw_are_few() -> None:
+    """A backend of one vast shape is not given two hundred of them, which every other backend would run too."""
+    sizes = {"experts": ("256",), "hidden": ("2048",), "intermediate": ("512",), "scale": ("fp32",)}
+    vast = Claim(operation="moe", variant="deepseek_fp8", source="s", where=sizes, maxima={"tokens": 8})
+    every = Claim(operation="moe", variant="deepseek_fp8", source="s")
+    plan = planning.draw([("moe", "deepseek_fp8")], [description("vast", vast), description("z", every)], 1, None)
+    assert sum(vast.refusal(case) is None for case in plan) == planning.MOST_LARGE
+    assert len(plan) >= planning.LEAST
