@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fuzz.philox import Words
 from fuzz.sites import Matrix, Site, ladder
-from fuzz.values import ELEMENTS, FLOATS, Bits, Integers, coin, integer, pow2, to_bits
+from fuzz.values import ELEMENTS, FLOATS, Bits, Integers, coin, integer, pow2, to_bits, unit
 
 FP32 = FLOATS["fp32"]
 E4M3 = ELEMENTS["e4m3"]
@@ -146,6 +146,13 @@ def _tiny(site: Site) -> Bits:
     return _stored(site, _exponents(site, max(site.matrix.float_.emin - 4, -127), 13))
 
 
+def _overflowing(site: Site) -> Bits:
+    """Scales from 2^120 on, where 256 and more overflow, for half of the blocks; the first under even seeds."""
+    high = (site.index + site.matrix.seed) % 2 == 0
+    bits = to_bits((1.0 + unit(site.words("mantissa"))) * pow2(120 + integer(site.words("choice"), 8)), FP32)
+    return np.where(high, bits, _varied(site))
+
+
 CODE_PROFILES: Mapping[str, tuple[Callable[[Site], Codes], Callable[[Site], Bits]]] = {
     "codes": (_walk, _varied),  # a wrong code table or nibble order: all codes in a row
     "random_codes": (_random, _varied),  # any gross fault
@@ -154,5 +161,6 @@ CODE_PROFILES: Mapping[str, tuple[Callable[[Site], Codes], Callable[[Site], Bits
     "zeros": (_zero, _varied),  # signs of zero, division by a zero amax
     "nonfinite": (_sprinkled, _with_nans),  # NaN codes and NaN scales lost or spread
     "subnormal": (_small, _tiny),  # flushing: subnormal codes, subnormal products
+    "overflow": (_random, _overflowing),  # infinities on the way, under the largest scale
 }
-"""Profile word -> (payload, scales), for the words of ``fuzz.grammar.CODE_VALUES``."""
+"""Profile word -> (payload, scales), for the words of ``fuzz.grammar.OVERFLOWING``."""

@@ -88,6 +88,8 @@ MATRIX_VALUES = (
 )
 STATIC_VALUES = (*MATRIX_VALUES, "overflow", "nonfinite")
 CODE_VALUES = ("codes", "random_codes", "scale_ladder", "extreme_scales", "zeros", "nonfinite", "subnormal")
+OVERFLOWING = (*CODE_VALUES, "overflow")
+"""For stored weights that are quantised again: some blocks overflow FP32 on the way."""
 LAYOUT_VALUES = ("index", "uniform_bits", "nonfinite")
 
 BLOCKS = {
@@ -361,7 +363,7 @@ GRAMMAR: Mapping[str, Mapping[str, Rule]] = {
     "scale_layout": {layout: _scale_layout() for layout in LAYOUTS},
     "requantize": {
         "deepseek_fp8": Rule(
-            {"k": Size(), "n": Size(), "scale": Choice(("ceil",)), "values": Choice(CODE_VALUES)}, _fits("n", "k")
+            {"k": Size(), "n": Size(), "scale": Choice(("ceil",)), "values": Choice(OVERFLOWING)}, _fits("n", "k")
         ),
         "mxfp4_to_deepseek_fp8": Rule(
             {"k": Size(multiple=128), "n": Size(multiple=128), "values": Choice(CODE_VALUES)}, _fits("n", "k")

@@ -39,6 +39,8 @@ AMAX_ERROR = FULL + 3 * 2.0**-24 + 2.0**-40
 TRITON, JIT = "triton", "jit"
 ROWS, COLUMNS = "_per_token_group_quant_8bit", "_per_token_group_quant_8bit_colmajor"
 
+FINITE = ("codes", "random_codes", "scale_ladder", "extreme_scales", "zeros", "nonfinite", "subnormal")
+
 Parts = dict[str, Tensor]
 Call = Callable[[Mapping[str, Tensor]], Parts]
 
@@ -73,7 +75,9 @@ def claims(kind: str) -> Iterable[Claim]:
 def weight_claims() -> Iterable[Claim]:
     """Requantisation of stored weights, in torch on any device."""
     source = "sglang/srt/layers/quantization/fp8_utils.py: block_quant_dequant, quant_weight_ue8m0"
-    return [Claim(operation="requantize", variant="deepseek_fp8", source=source)]
+    # The exponent of an infinite scale is read as it is, so that weights that overflow have no place.
+    finite = {"values": FINITE}
+    return [Claim(operation="requantize", variant="deepseek_fp8", source=source, where=finite)]
 
 
 def weight_recipe(claim: Claim, device: str) -> Recipe:

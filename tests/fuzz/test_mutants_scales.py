@@ -99,6 +99,14 @@ def test_the_inverse_of_254_is_zero() -> None:
     assert (int(mutant["payload"][0, 0]) & 0x7F, int(right["payload"][0, 0])) == (0x7F, 0x7E)
 
 
+@pytest.mark.parametrize(("element", "most"), [("e4m3", 247), ("e2m1", 253)])
+def test_no_finite_maximum_has_the_scale_code_254(element: str, most: int) -> None:
+    x = torch.tensor([torch.finfo(torch.float32).max])
+    for policy in ("ceil", "ceil_clamped", "floor", "ceil_amax", "even"):
+        case = Case.make("ue8m0", policy, seed=0, **{"from": f"amax_{element}", "n": 1, "values": "normal"})
+        assert int(correct.encode_ue8m0(case, {"x": x})["scales"]) <= most
+
+
 def test_code_0_is_lost() -> None:
     assert mxfp8("e8m0-code-0-lost", 0, 0x38) == ([0.0], [2.0**-127])
 

@@ -89,7 +89,7 @@ def test_every_word_of_the_grammar_has_a_profile_and_a_purpose():
     assert tuple(SCALE_PROFILES) == grammar.SCALE_VALUES
     assert tuple(MATRIX_PROFILES) == grammar.STATIC_VALUES
     assert set(grammar.MATRIX_VALUES) < set(grammar.STATIC_VALUES)
-    assert tuple(CODE_PROFILES) == grammar.CODE_VALUES
+    assert tuple(CODE_PROFILES) == grammar.OVERFLOWING
     assert tuple(LAYOUT_PROFILES) == grammar.LAYOUT_VALUES
     for profile in (*SCALE_PROFILES.values(), *MATRIX_PROFILES.values(), *LAYOUT_PROFILES.values()):
         assert ":" in profile.__doc__.splitlines()[0]
