@@ -129,6 +129,10 @@ class Target:
         claims = self._claims.get((case.operation, case.variant), [])
         return next((claimed for claim, claimed in claims if claim.dares(case)), None)
 
+    def left_out(self, plan: Sequence[Case], share: Sequence[Case]) -> int:
+        """How many claimed cases of the plan the share lacks."""
+        return sum(self.covers(case) for case in set(plan).difference(share))
+
     def dared(self, share: Sequence[Case]) -> Dared:
         """The cases beyond the claims that are called all the same: the first `MAX_BEYOND` of each group."""
         dared: dict[Case, Claimed] = {}
@@ -155,13 +159,17 @@ class Target:
     def share(self, plan: Sequence[Case]) -> list[Case]:
         """The ledger's witnesses, then the plan without claimed cases beyond ``most`` or the pace of a slow backend.
 
-        Of the claimed cases in each group (operation x variant) the first are kept, at least one.
+        Of the claimed cases in each group (operation x variant) the first are kept, at least one. Under ``most``, of
+        those beyond the claims one of each group is left to say why, and those that are called all the same.
         """
         if self.swept:
             offered = first([case for case in plan if self._offers(case)], self.most)
             return list(dict.fromkeys(pace(offered, SWEPT_SHARE * self.description.pace)))
         claimed = [case for case in plan if self.covers(case)]
         left_out = set(claimed).difference(pace(first(claimed, self.most), self.description.pace))
+        if self.most is not None:
+            unclaimed = [case for case in plan if not self.covers(case)]
+            left_out |= set(unclaimed).difference(self.dared(unclaimed), first(unclaimed, 1))
         cases = [*self.ledger.witnesses(), *(case for case in plan if case not in left_out)]
         return list(dict.fromkeys(cases))
 
@@ -308,7 +316,7 @@ class Engine:
                 raise HarnessError(str(self._failure)) from self._failure
             raise HarnessError(f"the engine failed: {_one_line(self._failure)}") from self._failure
         left_out = {
-            (target.description.backend, target.description.device): len(set(plan) - set(share))
+            (target.description.backend, target.description.device): target.left_out(plan, share)
             for target, share in zip(self._targets, shares, strict=True)
             if not target.swept
         }

@@ -212,7 +212,7 @@ def test_a_backend_is_called_on_no_more_cases_than_asked(tmp_path: Path) -> None
     claims = [Claim(operation="ue8m0", variant="ceil", source="s")]
     records, result = execute(tmp_path, [target("a", claims=claims, most=1)])
     assert [item.case for item in records if item.verdict == "pass"] == [PLAN[0].text]
-    assert verdict_counts(records)["unsupported"] == sum(case.variant == "floor" for case in PLAN)
+    assert verdict_counts(records)["unsupported"] == 1  # one of the unclaimed says why
     assert result.left_out == {("a", "cpu"): sum(case.variant == "ceil" for case in PLAN) - 1}
 
 
