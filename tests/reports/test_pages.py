@@ -144,6 +144,14 @@ def test_the_results_table_has_the_numbers(records, run):
     assert " --device cuda:0 " in beta.worst
 
 
+def test_columns_without_a_number_are_left_out(make, run):
+    plain = html.render(summarise([make()], run))
+    full = html.render(summarise([make(error=2.0, fp32_error=1.0), make("x y v=1 seed=1", verdict="unsupported")], run))
+    for word in (">error / FP32's<", "Error / FP32"):
+        assert word not in plain
+        assert word in full
+
+
 def test_the_markdown_tables_have_the_same_numbers(records, run):
     text = markdown.render(summarise(records, run))
     first, *_ = rows = markdown_table(text, "Results")
