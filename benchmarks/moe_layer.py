@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.throughput import machine, synchronise
-from conformance.backends import _lone_module as lone
+from conformance.backends._library import Library
 from references.elements import E4M3FN, encode
 from references.gemm_formats import Stored
 from references.moe import MoeConfig, admissible_moe, nominal_moe
 from references.recipes import Recipe
 
-SGLANG = "sglang/srt/layers/moe/fused_moe_native.py"
-VLLM = "vllm/model_executor/layers/fused_moe/experts/fused_batched_moe.py"
+SGLANG = "sglang.srt.layers.moe.fused_moe_native"
+VLLM = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
 LONG = 5.0
 """Seconds after which a call is not timed again."""
 
@@ -146,11 +146,10 @@ def products(layer: Layer, rows: list[int]) -> Callable[[], None]:
 
 def sglang(layer: Layer) -> Callable[[], Any]:
     """SGLang's ``moe_forward_native``; its activation is an operator of the server, so it is given here."""
-    module = lone.load("sglang", SGLANG)
-    call = lone.function(module, "moe_forward_native")
     half = layer.intermediate
     activation = lambda: lambda y: torch.nn.functional.silu(y[..., :half]) * y[..., half:]  # noqa: E731
-    vars(module)["SiluAndMul"] = activation
+    given = {"sglang.srt.layers.activation": {"SiluAndMul": activation}}
+    call = Library("sglang", "sglang", "CONFORMANCE_SGLANG", (SGLANG,), given).function("moe_forward_native", SGLANG)
     weights = SimpleNamespace(
         num_experts=layer.experts, w13_weight=Dequantised(layer, 0), w2_weight=Dequantised(layer, 1)
     )
@@ -165,11 +164,10 @@ def vllm(layer: Layer) -> Callable[[], Any]:
 
     The helpers that it imports from the rest of vLLM are given here.
     """
-    module = lone.load("vllm", VLLM)
-    apply = lone.function(module, "NaiveBatchedExperts").apply  # type: ignore[attr-defined]
-    half = layer.intermediate
+    module = Library("vllm", "vllm", "CONFORMANCE_VLLM", (VLLM,), {}).load(VLLM)
     vars(module)["_is_capturing_or_compiling"] = lambda: False
     vars(module)["_resize_cache"] = lambda space, shape: space.new_empty(shape)
+    half = layer.intermediate
 
     def activation(_: Any, out: Tensor, sums: Tensor) -> None:
         torch.mul(torch.nn.functional.silu(sums[:, :half]), sums[:, half:], out=out)
@@ -182,7 +180,7 @@ def vllm(layer: Layer) -> Callable[[], Any]:
     batch[layer.ids.reshape(-1)[order].to(torch.int64), places] = layer.x[order // layer.ids.shape[1]]
     tokens, output = SimpleNamespace(expert_num_tokens=counts), torch.empty_like(batch)
     w1, w2 = Dequantised(layer, 0), Dequantised(layer, 1)
-    return lambda: apply(
+    return lambda: module.NaiveBatchedExperts.apply(
         itself, output, batch, w1, w2, None, None, "silu", layer.experts, None, None, None, None, batch, tokens, False
     )
 
