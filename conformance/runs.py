@@ -367,7 +367,7 @@ def failure_lines(records: Sequence[Record], plugins: tuple[str, ...]) -> Iterat
         line = repro_line(record.case, record.backend, device=record.device, options=record.options, plugins=plugins)
         yield f"    {line}"
         if len(group) > 1:
-            yield f"    and {len(group) - 1} more like it of {record.operation} {record.variant}, listed in report.md"
+            yield f"    and {len(group) - 1} more like it of {record.operation} {record.variant}"
 
 
 def kept_lines(listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
