@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from fuzz.grammar import GRAMMAR
-from fuzz.mutants import correct, dequant, edges, gemm, layout, legal, memory, moe, probes, quant, routing, ue8m0
+from fuzz.mutants import (
+    correct,
+    dequant,
+    edges,
+    edges_products,
+    gemm,
+    layout,
+    legal,
+    memory,
+    moe,
+    probes,
+    quant,
+    routing,
+    ue8m0,
+)
 from fuzz.mutants.base import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -18,7 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 """Every mutant, area by area."""
 
-PROBES: tuple[Mutant, ...] = (*probes.PROBES, *edges.EDGES)
+PROBES: tuple[Mutant, ...] = (*probes.PROBES, *edges.EDGES, *edges_products.EDGES)
 """Neighbours of the reported faults; they do not count."""
 
 CONFORMANT: tuple[Mutant, ...] = tuple(
