@@ -16,7 +16,7 @@ from conformance.gating.model import ARCHITECTURES, Gap, Gate, Observation, Obse
 PROBE_S = 3.0
 """Seconds for one runner's gate; those that start to look for kernels on the device take far longer and then fail."""
 SM_S = 120.0
-LIBRARY_S = {"vllm": 420.0, "triton": 420.0}
+LIBRARY_S = {"vllm": 420.0, "triton": 600.0}
 LIBRARY_REST_S = 150.0
 """Seconds for a library: vLLM is imported anew for each architecture, Triton compiles."""
 OFFERS = {"backends": ("claims", "no claim"), "vllm": ("quant", "does not take this format here")}

@@ -263,7 +263,12 @@ def test_the_shape_of_vllm_is_asked_everywhere(seen: Observed) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_public_issues_are_reported(fault: str, seen: Observed) -> None:
     *_, rule, subject, sm = FAULTS[fault]
-    found = unexplained(seen.patched(1 + list(FAULTS).index(fault)))
+    # The compiled path of the released version has its fault, which is known.
+    found = [
+        item
+        for item in findings(seen.patched(1 + list(FAULTS).index(fault)), load())
+        if not item.explained or item.rule == "paths-differ"
+    ]
     assert any(item.rule == rule and item.subject.startswith(subject) and sm in item.sms for item in found), found
 
 
