@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CPU_ELEMENTS = 1 << 17
-"""Elements in a piece on a CPU: an FP32 piece is 512 KiB, some of them are within a second-level cache."""
+"""Elements in a piece on a CPU for each thread: 512 KiB in FP32, so that a second-level cache holds some of them."""
 
 DEVICE_ELEMENTS = 1 << 25
 """Elements in a piece elsewhere: bounds the memory for intermediates, large enough to fill the device."""
@@ -34,8 +34,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def limit(device: torch.device) -> int:
-    """Elements in a piece on ``device``."""
-    return CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
+    """Elements in a piece on ``device``; what is computed does not depend on it."""
+    return CPU_ELEMENTS * torch.get_num_threads() if device.type == "cpu" else DEVICE_ELEMENTS
 
 
 def pieces(count: int, device: torch.device) -> Iterator[slice]:
