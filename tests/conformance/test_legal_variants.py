@@ -3,7 +3,8 @@
 import torch
 
 from benchmarks import legal_variants
-from benchmarks.legal_variants import ANY, Legal, Tally, draw, examine, legal, main, table
+from benchmarks.legal_variants import ANY, Legal, Tally, cut, draw, examine, legal, main, size, table
+from fuzz.case import Case
 from fuzz.grammar import GRAMMAR
 
 
@@ -44,3 +45,15 @@ def test_ways_to_multiply_agree():
     a, b = torch.randn(5, 37), torch.randn(4, 37)
     for name, (matmul, _) in legal_variants.MATMULS.items():
         assert torch.allclose(matmul(a, b), a @ b.T, atol=1e-4), name
+
+
+def test_grouped_products_are_cut_until_they_are_small():
+    case = Case.parse(
+        "grouped_gemm nvfp4 v=1 grouping=masked groups=7 k=4098 layout=plain m=300 n=90 out=fp32 scale=e4m3 "
+        "values=normal seed=4"
+    )
+    found = cut(case)
+    assert size(found) <= legal_variants.MOST < size(case)
+    assert found.integer("k") % 2 == 0
+    assert (found["values"], found.seed, found["grouping"]) == ("normal", 4, "masked")
+    assert len({case.text for case in draw("grouped_gemm", "bf16", 40, 1)}) == 40
