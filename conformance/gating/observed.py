@@ -21,8 +21,8 @@ LIBRARY_REST_S = 150.0
 """Seconds for a library: vLLM is imported anew for each architecture, Triton compiles."""
 OFFERS = {"backends": ("claims", "no claim"), "vllm": ("quant", "does not take this format here")}
 """Libraries that say what they offer on an architecture, and nothing of the rest: the gate that refuses it, and how."""
-TWINS: Mapping[str, tuple[int, ...]] = {"flashinfer": (90, 100, 120), "vllm": (90, 120), "torch": ARCHITECTURES}
-"""Where a second device of the architecture is asked; a library's gates hardly differ in this from one to another."""
+TWINS: Mapping[str, tuple[int, ...]] = {"flashinfer": (90, 100, 120), "torch": ARCHITECTURES}
+"""Where a second device of the architecture is asked. vLLM's modules keep what they were told of DeepGEMM last."""
 ROOT = Path(__file__).parent.parent.parent
 
 

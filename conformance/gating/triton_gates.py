@@ -24,8 +24,8 @@ from conformance.gating.child import LibraryError, Probe, Row, SlowError, limite
 from conformance.gating.model import ARCHITECTURES, SHAPE, Gate
 
 COMPILE_S = 30.0
-PTXAS = "TRITON_PTXAS_PATH"
-"""Set by torch's inductor to another assembler than Triton's own, which knows fewer architectures."""
+ASSEMBLERS = "TRITON_PTXAS"
+"""Variables that libraries set while they are imported: assemblers that know fewer architectures than Triton's own."""
 SOURCES: Mapping[str, str] = {"triton_cuda": "triton.", "sglang_triton": "sglang.", "vllm_triton": "vllm."}
 """Modules of `conformance.backends` whose backends launch Triton kernels; what stands before their kernels' names."""
 CLAIMING = (90, 100)
@@ -39,7 +39,7 @@ _SAYS = tuple(re.compile(words, re.IGNORECASE) for words in (r"fatal|unsupported
 """What the telling line of a compiler's message has, best first."""
 _NO_TOOL = re.compile(r"ptxas.*(not found|No such file)|cannot find ptxas", re.IGNORECASE)
 
-_ASSEMBLER = os.environ.get(PTXAS)
+_GIVEN = frozenset(name for name in os.environ if name.startswith(ASSEMBLERS))
 
 Compiled = tuple[Gate, tuple[str, ...]]
 
@@ -164,8 +164,8 @@ def _with_accumulators(facts: Iterable[str], sm: int, declared: Sequence[str]) -
 
 def _compile(launch: Any, sm: int) -> Compiled:
     triton: Any = importlib.import_module("triton")
-    if os.environ.get(PTXAS) != _ASSEMBLER:
-        os.environ.pop(PTXAS, None)
+    for name in [name for name in os.environ if name.startswith(ASSEMBLERS) and name not in _GIVEN]:
+        del os.environ[name]
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", sm, 32)
     source = importlib.import_module("triton.compiler").ASTSource(
         launch.kernel, dict(launch.signature), constexprs=dict(launch.constants), attrs=dict(launch.attributes)
