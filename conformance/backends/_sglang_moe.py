@@ -10,8 +10,10 @@ weights have: there is no argument that asks for powers of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton.language as tl
@@ -35,6 +37,15 @@ TILES = {
     "num_stages": 3,
 }
 """SGLang's default for block-scaled FP8 (``fused_moe_triton_config.py: get_default_config``)."""
+TACTICS = {
+    "16x64": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 1, "num_stages": 4},
+    "64x64": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 32, "num_stages": 3},
+    "128x128": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": BLOCK, "GROUP_SIZE_M": 16, "num_stages": 3},
+}
+"""Tiles of the tuned configurations that SGLang ships for an H200."""
+CONFIGURATIONS = "try_get_optimal_moe_config"
+STREAMS: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",)}
+SWEPT: Mapping[str, tuple[str, ...]] = {**STREAMS, "tactic": tuple(TACTICS)}
 SILU_DIVISION = 2.0**-22
 EXP_SLOPE = 1.25 * 2.0**-23
 """x / (1 + expf(-x)) under ``--use_fast_math``: ex2.approx(x * log2 e) and div.approx."""
@@ -51,12 +62,15 @@ def claims() -> Iterable[Claim]:
     # A row of one block goes another way, to the kernel that quantises whole rows.
     whole = {"hidden": 2 * BLOCK, "intermediate": 2 * BLOCK}
     return [
-        Claim(
-            operation="moe", variant="deepseek_fp8", source=LAYER, where={**layer, "scale": ("fp32",)}, multiples=whole
+        *(
+            Claim(operation="moe", variant=variant, source=LAYER, where=where, multiples=multiples, options=SWEPT)
+            for variant, where, multiples in (
+                ("deepseek_fp8", {**layer, "scale": ("fp32",)}, whole),
+                ("bf16", layer, dict.fromkeys(whole, 8)),
+                ("fp8_per_tensor", layer, dict.fromkeys(whole, 16)),
+            )
         ),
-        Claim(operation="moe", variant="bf16", source=LAYER, where=layer, multiples={"hidden": 8, "intermediate": 8}),
-        Claim(operation="moe", variant="fp8_per_tensor", source=LAYER, where=layer, multiples=dict.fromkeys(whole, 16)),
-        Claim(operation="grouped_gemm", variant="deepseek_fp8", source=KERNEL),
+        Claim(operation="grouped_gemm", variant="deepseek_fp8", source=KERNEL, options=STREAMS),
     ]
 
 
@@ -93,9 +107,25 @@ def recipe(claim: Claim) -> Recipe:
     )
 
 
-def prepare(case: Any, inputs: Mapping[str, Tensor]) -> Call:
+def prepare(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
     """The library's call, bound to its inputs. Raises `Unsupported`."""
-    return _grouped(case, inputs) if case.operation == "grouped_gemm" else _layer(case, inputs)
+    if case.operation == "grouped_gemm":
+        return _grouped(case, inputs)
+    call = _layer(case, inputs)
+
+    def tiled(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with tiles(library().load(f"{RUNNER}.fused_moe"), options.get("tactic")):
+            return call(out)
+
+    return tiled
+
+
+def tiles(module: ModuleType, tactic: str | None) -> AbstractContextManager[Any]:
+    """Within it the library finds the tactic as its tuned configuration, for both products; None leaves it alone."""
+    if tactic is None:
+        return nullcontext()
+    config = {**TACTICS[tactic], "BLOCK_SIZE_K": BLOCK, "num_warps": 4}
+    return patch.object(module, CONFIGURATIONS, lambda *_, **__: (dict(config), (None, None)))
 
 
 def _layer(case: Any, inputs: Mapping[str, Tensor]) -> Call:

@@ -57,6 +57,7 @@ def claims(kind: str) -> Iterable[Claim]:
             source=f"sglang/kernels/ops/quantization/{source}",
             where=where,
             multiples={"k": k},
+            options={"stream": ("side",), "graph": ("replay",)},
         )
 
     if kind == TRITON:

@@ -42,7 +42,7 @@ def claims() -> Iterable[Claim]:
             variant=method,
             source=SOURCE,
             where={"out": ("fp32", "packed")},
-            options={"stream": ("side",)},
+            options={"stream": ("side",), "graph": ("replay",)},
         )
         for method in SCORES
     ]
@@ -79,7 +79,7 @@ def prepare(case: Any, inputs: Mapping[str, Tensor]) -> Call:
     if method == "DeepSeekV3" and case["groups"] != case["topk_group"]:
         arguments |= {"num_expert_group": case.integer("groups"), "topk_group": case.integer("topk_group")}
     if case["padding"] == "some":
-        real = torch.tensor(tokens * 3 // 4, dtype=torch.int32, device=logits.device)
+        real = torch.full((), tokens * 3 // 4, dtype=torch.int32, device=logits.device)
         arguments["num_token_non_padded"] = real
     packed = case["out"] == "packed"
 

@@ -78,7 +78,7 @@ class SGLang:
             case "routing", quant.TRITON:
                 return routing.prepare(case, inputs)
             case "moe" | "grouped_gemm", quant.TRITON:
-                return moe.prepare(case, inputs)
+                return moe.prepare(case, inputs, options)
         raise Unsupported(f"no {case.operation} {case.variant}")
 
     def run(self, prepared: Call, out: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ SCALED_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functio
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEASURED = "measured on an H200"
 SM90 = 9
+MOST_GROUPS = 1024
+"""The operators refuse more."""
 NORMAL_VALUES = (
     "normal",
     "wide",
@@ -68,8 +70,9 @@ class GroupedMM:
                 source=PLAIN_SOURCE,
                 where={"out": ("bf16",), **more},
                 multiples={"k": 8},
+                maxima={"groups": MOST_GROUPS},
                 options=SWEPT,
-                enforced=("k", "out"),
+                enforced=("groups", "k", "out"),
             )
             for more in values
         ]
@@ -114,8 +117,9 @@ class ScaledGroupedMM:
                 source=SCALED_SOURCE,
                 where={"out": ("bf16",)},
                 multiples={"k": 16, "n": 16},
+                maxima={"groups": MOST_GROUPS},
                 options=SWEPT,
-                enforced=("k", "n", "out"),
+                enforced=("groups", "k", "n", "out"),
             )
         ]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from references.backend import Claim, Unsupported
 from references.recipes import Promotion, Recipe
 
-NAMES = ("torch_scaled_mm", "torch_scaled_mm_fast")
+NAMES = ("torch_scaled_mm", "torch_scaled_mm_fast", "torch_scaled_mm_rows")
 
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_mm.html"
@@ -23,8 +23,8 @@ CAPABILITIES = (9, 10)
 """Major compute capabilities whose FP8 accumulator is known."""
 GPU_MULTIPLES = {"k": 16, "n": 16}
 """cuBLASLt asks for rows of 16 bytes."""
-
 GPU_MAX_K = 4096
+SWEPT: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",), "inputs": ("strided",)}
 
 if not hasattr(torch, "_scaled_mm"):
     raise ImportError("torch has no _scaled_mm")
@@ -33,11 +33,13 @@ Call = Callable[[], dict[str, Tensor]]
 
 
 class ScaledMM:
-    """``torch._scaled_mm``. fast: with ``use_fast_accum``, which means something on a GPU only."""
+    """``torch._scaled_mm``. fast: with ``use_fast_accum``, which means something on a GPU only. rows: with the tensor's
+    scale for every row, which CUTLASS multiplies on a GPU."""
 
-    def __init__(self, name: str, *, fast: bool) -> None:
+    def __init__(self, name: str, *, fast: bool, rows: bool = False) -> None:
         self.name = name
         self._fast = fast
+        self._rows = rows
         self._major: int | None = None
 
     def version(self) -> str:
@@ -49,12 +51,22 @@ class ScaledMM:
         on_gpu = device.startswith("cuda")
         if on_gpu:
             self._major = torch.cuda.get_device_capability(torch.device(device))[0]
-        if (on_gpu and self._major not in CAPABILITIES) or (not on_gpu and self._fast):
+        if (on_gpu and self._major not in CAPABILITIES) or (not on_gpu and (self._fast or self._rows)):
             return []
         multiples = GPU_MULTIPLES if on_gpu else {}
         # Longer sums may be split over K, which the declared accumulator does not do.
-        maxima = {"k": GPU_MAX_K} if on_gpu else {}
-        return [Claim(operation="gemm", variant="fp8_per_tensor", source=SOURCE, multiples=multiples, maxima=maxima)]
+        maxima = {"k": GPU_MAX_K} if on_gpu and not self._rows else {}
+        return [
+            Claim(
+                operation="gemm",
+                variant="fp8_per_tensor",
+                source=SOURCE,
+                where={"out": ("bf16",)} if self._rows else {},
+                multiples=multiples,
+                maxima=maxima,
+                options=SWEPT if on_gpu else {},
+            )
+        ]
 
     def recipe(self, claim: Claim) -> Recipe:
         """13 bits on SM90. oneDNN multiplies in BF16 units on x86, which flush subnormal numbers."""
@@ -69,6 +81,8 @@ class ScaledMM:
             raise Unsupported(f"no {case.operation} {case.variant}")
         a, b = (inputs[name].view(torch.float8_e4m3fn) for name in "ab")
         scale_a, scale_b = (inputs[f"{name}_scales"].view(()) for name in "ab")
+        if self._rows:
+            scale_a, scale_b = scale_a.repeat(case.integer("m"), 1), scale_b.repeat(1, case.integer("n"))
         out, fast = OUTPUTS[case["out"]], self._fast
 
         def call() -> dict[str, Tensor]:
@@ -82,5 +96,9 @@ class ScaledMM:
 
 
 def backends() -> Iterable[ScaledMM]:
-    """Without and with fast accumulation."""
-    return [ScaledMM("torch_scaled_mm", fast=False), ScaledMM("torch_scaled_mm_fast", fast=True)]
+    """Without and with fast accumulation, and by rows."""
+    return [
+        ScaledMM("torch_scaled_mm", fast=False),
+        ScaledMM("torch_scaled_mm_fast", fast=True),
+        ScaledMM("torch_scaled_mm_rows", fast=False, rows=True),
+    ]

@@ -191,3 +191,15 @@ def test_a_tactic_is_found_as_a_tuned_configuration_and_no_longer_than_that() ->
         assert (config["BLOCK_SIZE_M"], config["BLOCK_SIZE_N"], config["BLOCK_SIZE_K"]) == (64, 32, 128)
     with sglang_gemm.tiles(module, None):
         assert module.get_w8a8_block_fp8_configs(1, 2, 128, 128) is None
+
+
+def test_tiles_of_an_expert_layer_are_found_for_both_products_and_no_longer_than_that() -> None:
+    module = type(sys)("fused_moe")
+    module.try_get_optimal_moe_config = lambda *_, **__: "tuned"  # type: ignore[attr-defined]
+    for tactic, rows in (("16x64", 16), ("128x128", 128)):
+        with sglang_moe.tiles(module, tactic):
+            config, (down, most) = module.try_get_optimal_moe_config((4, 8, 8), return_down_config=True)
+            assert (config["BLOCK_SIZE_M"], config["BLOCK_SIZE_K"], down, most) == (rows, 128, None, None)
+    with sglang_moe.tiles(module, None):
+        assert module.try_get_optimal_moe_config() == "tuned"
+    assert module.try_get_optimal_moe_config() == "tuned"

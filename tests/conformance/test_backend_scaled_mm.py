@@ -9,7 +9,7 @@ from fuzz.case import Case
 from fuzz.grammar import GEMM_VALUES
 from references.backend import Backend, Unsupported
 
-PLAIN, FAST = backends()
+PLAIN, FAST, ROWS = backends()
 TEXT = "gemm fp8_per_tensor v=1 k=%d layout=plain m=%d n=%d out=%s scale=fp32 values=%s seed=3"
 
 
@@ -18,9 +18,9 @@ def run(text, inputs):
 
 
 def test_they_are_backends_and_fast_accumulation_is_for_gpus():
-    assert all(isinstance(backend, Backend) for backend in (PLAIN, FAST))
+    assert all(isinstance(backend, Backend) for backend in (PLAIN, FAST, ROWS))
     assert [claim.variant for claim in PLAIN.claims("cpu")] == ["fp8_per_tensor"]
-    assert list(FAST.claims("cpu")) == []
+    assert [*FAST.claims("cpu"), *ROWS.claims("cpu")] == []
 
 
 def test_a_product_by_hand():
@@ -32,6 +32,24 @@ def test_a_product_by_hand():
         "b_scales": torch.tensor([[4.0]]),
     }
     assert run(TEXT % (2, 1, 1, "fp32", "normal"), inputs).tolist() == [[6.0]]
+
+
+def test_by_rows_every_row_gets_the_tensors_scale(monkeypatch):
+    """The same product, where the operator asks for one scale a row of A and one a column of B."""
+    inputs = {
+        "a": torch.full((3, 2), 0x38, dtype=torch.uint8),
+        "b": torch.full((4, 2), 0x40, dtype=torch.uint8),
+        "a_scales": torch.tensor([[0.5]]),
+        "b_scales": torch.tensor([[4.0]]),
+    }
+
+    def operator(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+        assert (scale_a.shape, scale_b.shape, use_fast_accum) == ((3, 1), (1, 4), False)
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", operator)
+    case = Case.parse(TEXT % (2, 3, 4, "bf16", "normal"))
+    assert ROWS.run(ROWS.prepare(case, inputs, {}), {})["output"].tolist() == [[8.0] * 4] * 3
 
 
 @pytest.mark.parametrize("values", GEMM_VALUES)
