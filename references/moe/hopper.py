@@ -34,7 +34,7 @@ UNIT = 2.0**-13
 PRODUCTS = 32
 LEAST_OF_CODE = 2.0**-4
 EXPONENT_BITS = 0x7FF << 52
-PIECE = {"cpu": 2**21, "cuda": 2**26}
+PIECE = {"cpu": 2**21, "cuda": 2**24}
 """Products that are looked at together, by device type."""
 COUNTED = {"cpu": 2**24, "cuda": 2**37}
 """Products up to which each is looked at, by device type; beyond, a group's largest and finest stand for all 32."""
