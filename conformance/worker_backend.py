@@ -99,8 +99,13 @@ class Callee:
         if lost is not None:
             message = reply.message or lost
             return {**asdict(CallReply(status="crash", message=f"device context lost: {message}")), "lost": True}, ()
-        changed = self._changed(inputs, on_device, before)
-        overrun = buffers.overrun()
+        try:
+            changed = self._changed(inputs, on_device, before)
+            overrun = buffers.overrun()
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            return _reply(CallReply(status="oom", message=f"after the call: {one_line(error)}"))
         if overrun is not None and reply.status == "ok":
             reply, outputs = CallReply(status="error", message=overrun, seconds=reply.seconds), ()
         return _reply(reply, outputs, input_sha256=digest, inputs_changed=changed)

@@ -71,3 +71,15 @@ def test_large_cases_are_drawn_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (2**26, 2**26 + 1):
         worker.call(text % size, "b", {}, 5.0)
     assert asked == ["call 5", f"draw {process.DRAW_DEADLINE:g}", "call 5"]
+
+
+def test_memory_that_runs_out_behind_a_call_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    callee = Callee("a test", {"zeros": Zeros()}, "cpu")
+
+    def full(*_: object) -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(callee, "_changed", full)
+    reply, outputs = callee.call(CASE % 0, "zeros", {})
+    assert (reply["status"], outputs) == ("oom", ())
+    assert reply["message"].startswith("after the call: OutOfMemoryError: CUDA out of memory")
