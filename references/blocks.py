@@ -6,13 +6,14 @@ do not divide. A scale grid has one entry a block, row-major. Payload codes are 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from references import ue8m0
-from references.chunks import empty, row_pieces
+from references.chunks import empty, in_stripes, row_pieces
 from references.elements import E4M3FN, decode, decode_into, encode, encode_into
 from references.recipes import Recipe
 from references.rounding import round_to
@@ -260,14 +261,19 @@ def dequantize(
         out = empty(shape, dtype, payload.device)
     elif out.shape != payload.shape or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"blocks: out is {out.dtype} {tuple(out.shape)}, expected contiguous {dtype} {shape}")
-    for rows in row_pieces(shape[0], shape[1], payload.device):
-        exact = out[rows] if direct else torch.empty(out[rows].shape, dtype=F64, device=out.device)
-        decode_into(payload[rows], scheme.element, exact)
-        _scale_rows(exact, values, scheme.block, shape, rows)
-        if not direct:
-            between = exact if rounding == "once" else round_to(exact, F32)
-            out[rows] = round_to(between, dtype).to(dtype)
-    return out
+    target = out
+
+    def fill(pieces: Iterator[slice]) -> None:
+        for rows in pieces:
+            exact = target[rows] if direct else torch.empty(target[rows].shape, dtype=F64, device=target.device)
+            decode_into(payload[rows], scheme.element, exact)
+            _scale_rows(exact, values, scheme.block, shape, rows)
+            if not direct:
+                between = exact if rounding == "once" else round_to(exact, F32)
+                target[rows] = round_to(between, dtype).to(dtype)
+
+    in_stripes(fill, shape[0], shape[1], payload.device)
+    return target
 
 
 def _scale_rows(matrix: Tensor, values: Tensor, block: Block, shape: tuple[int, ...], rows: slice) -> None:

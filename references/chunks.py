@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +17,12 @@ CPU_ELEMENTS = 1 << 17
 DEVICE_ELEMENTS = 1 << 25
 """Elements in a piece elsewhere: bounds the memory for intermediates, large enough to fill the device."""
 
+
+STRIPES_FROM = 1 << 22
+"""Elements of a matrix on a CPU from which threads of Python share its rows."""
+
+STRIPE_ELEMENTS = 1 << 20
+"""Elements in a piece of a stripe: with smaller ones the threads of Python wait for each other too often."""
 
 HUGE_PAGES_FROM = 1 << 25
 """Bytes of a tensor for which huge pages are asked: what malloc maps anew for every call (see the end of this file)."""
@@ -50,6 +58,31 @@ def row_pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]
     step = max(2, limit(device) // max(columns, 1) // 2 * 2)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def in_stripes(work: Callable[[Iterator[slice]], None], rows: int, columns: int, device: torch.device) -> None:
+    """``work`` on the row pieces of a ``[rows, columns]`` matrix, in stripes for torch's threads if it is large.
+
+    torch looks one-dimensional tables up on one thread, whatever else it does on several.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or rows * columns < STRIPES_FROM:
+        work(row_pieces(rows, columns, device))
+        return
+    height = -(-rows // threads // 2) * 2
+    stripes = [(start, min(start + height, rows)) for start in range(0, rows, height)]
+
+    def stripe(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        step = max(2, STRIPE_ELEMENTS // columns // 2 * 2)
+        work(slice(first, min(first + step, stop)) for first in range(start, stop, step))
+
+    list(_threads(threads).map(stripe, stripes))
+
+
+@lru_cache(maxsize=1)
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "stripe")
 
 
 # glibc returns freed memory at once from a size on that the largest buffer freed so far sets, up to 32 MiB. Without one

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from references import ue8m0
+from references import chunks, ue8m0
 from references.blocks import block_amax, dequantize, expand, nominal_payload, quantize, scale_grid, scale_values
 from references.elements import decode, table
 from references.recipes import Recipe
@@ -357,3 +357,33 @@ def test_a_zero_block_of_a_transposed_matrix_has_a_zero_payload() -> None:
     assert found.scales.tolist() == [[1.0, 0.0]] * 3
     assert found.payload[:, :2].tolist() == [[0x7E, 0]] * 3
     assert found.payload.is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 130, 257])
+def test_threads_that_share_the_rows_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(rows, 132, generator=torch.Generator().manual_seed(rows))
+    found = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for least in (1 << 62, 1):
+            monkeypatch.setattr(chunks, "STRIPES_FROM", least)
+            monkeypatch.setattr(chunks, "STRIPE_ELEMENTS", 4 * 132)
+            for words in (("mxfp8", "1x32", "ceil"), ("deepseek_fp8", "128x128", "fp32")):
+                chosen = scheme(*words)
+                answer = quantize(x, chosen, Recipe(source="t"))
+                assert answer.scales is not None
+                found.append((answer.payload, answer.scales, dequantize(answer.payload, answer.scales, chosen)))
+    finally:
+        torch.set_num_threads(threads)
+    for alone, shared in zip(found[:2], found[2:], strict=True):
+        assert all(map(torch.equal, alone, shared))
+
+
+def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pieces: object) -> None:
+        raise MemoryError("full")
+
+    monkeypatch.setattr(chunks, "STRIPES_FROM", 1)
+    with pytest.raises(MemoryError, match="full"):
+        chunks.in_stripes(fail, 8, 8, torch.device("cpu"))
