@@ -12,11 +12,12 @@ from rich.console import Console
 
 from conformance import environments, repro, sides
 from conformance.discover import UsageError
-from conformance.engine import HarnessError, Target
 from conformance.environments import Release
 from conformance.examine import Examiner
+from conformance.oracles import HarnessError
 from conformance.process import WorkerFailed
 from conformance.subjects import Subject
+from conformance.target import Target
 from conformance.targets import Fleet
 from fuzz.case import Case
 from reports.record import Record

@@ -24,9 +24,10 @@ from rich.console import Console
 from conformance import ledger as ledgers
 from conformance import planning, units
 from conformance.discover import UsageError, check_names, sources
-from conformance.engine import HarnessError, Limits
+from conformance.engine import Limits
 from conformance.journal import RECORDS, JournalError, read_records, read_run
 from conformance.ledger import Ledger, LedgerError
+from conformance.oracles import HarnessError
 from conformance.runs import HARNESS, INTERRUPTED, USAGE, Settings
 from fuzz.case import CaseError
 from fuzz.grammar import GRAMMAR

@@ -14,12 +14,14 @@ from rich.console import Console
 
 from conformance import discover, journal, planning, runs, sides
 from conformance.discover import UsageError
-from conformance.engine import Engine, HarnessError, Limits, Oracles, Target
+from conformance.engine import Engine, Limits
 from conformance.journal import Journal, OutDirectory
 from conformance.ledger import Ledger
 from conformance.messages import Description
+from conformance.oracles import HarnessError, Oracles
 from conformance.progress import progress_on
 from conformance.sides import Finished, Live, Side
+from conformance.target import Target
 from conformance.targets import Fleet, Survey
 from fuzz import plan as plans
 from fuzz.case import Case, CaseError

@@ -6,63 +6,26 @@ number of jobs nor on the order of the plan; with several workers for a backend,
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 from threading import BoundedSemaphore, Event, Lock, Thread
-from typing import Any, Protocol
+from typing import Protocol
 
 from conformance import selection_file, verdicts
 from conformance.journal import Key
-from conformance.ledger import Ledger
-from conformance.messages import CallReply, Claimed, Description, JudgeReply, Wire
+from conformance.messages import CallReply, Claimed
+from conformance.oracles import HarnessError, Oracles, one_line
 from conformance.process import WorkerFailed
 from conformance.progress import Progress
+from conformance.target import BackendWorker, Dared, Target
 from conformance.verdicts import Replies, Subject
 from fuzz.case import Case
-from fuzz.plan import first, pace
-from references.backend import Claim
 from reports.record import Record
-
-SWEPT_SHARE = 0.25
-"""Share of a backend's cases that is run again under each of its call options."""
-MAX_BEYOND = 24
-"""Calls beyond the claims of one target on one operation x variant."""
-
-
-Dared = Mapping[Case, Claimed]
-
-
-class HarnessError(Exception):
-    """The harness itself failed, so that no verdict can be given; the message is one line."""
-
-
-class BackendWorker(Protocol):
-    """The part of ``process.Worker`` that calls a backend."""
-
-    def call(self, case: str, backend: str, options: Mapping[str, str], deadline: float) -> CallReply:
-        """Call a backend on a case's inputs; a failure of any kind is a reply."""
-
-    def close(self) -> None:
-        """End the process."""
-
-
-class OracleWorker(Protocol):
-    """The part of ``process.Worker`` that judges."""
-
-    def judge(self, case: str, recipe: Mapping[str, Any], outputs: Sequence[Wire], deadline: float) -> JudgeReply:
-        """Judge the outputs of a call."""
-
-    def close(self) -> None:
-        """End the process."""
 
 
 class Book(Protocol):
@@ -73,105 +36,6 @@ class Book(Protocol):
 
     def write(self, records: Sequence[Record]) -> None:
         """The records of one case."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """A backend on a device.
-
-    start: a worker, new unless ``before`` says how many cases it has run. options: call options, which are part of a
-    record's identity. swept: a target of ``conformance.sweeps``, run on some of the cases whose claim lists its option.
-    ledger: the entries that apply. most: claimed cases of each operation x variant, all if None.
-    """
-
-    description: Description
-    start: Callable[[], BackendWorker]
-    before: Callable[[], int] = lambda: 0
-    options: Mapping[str, str] = field(default_factory=dict)
-    swept: bool = False
-    ledger: Ledger = field(default_factory=Ledger)
-    most: int | None = None
-
-    @cached_property
-    def _claims(self) -> dict[tuple[str, str], list[tuple[Claim, Claimed]]]:
-        claims: dict[tuple[str, str], list[tuple[Claim, Claimed]]] = {}
-        for claimed in self.description.claims:
-            claim = Claim.from_json(claimed.claim)
-            claims.setdefault((claim.operation, claim.variant), []).append((claim, claimed))
-        return claims
-
-    @property
-    def groups(self) -> dict[tuple[str, str], list[Claim]]:
-        """(operation, variant) -> the claims on it."""
-        return {group: [claim for claim, _ in claims] for group, claims in self._claims.items()}
-
-    @property
-    def options_text(self) -> str:
-        """The options as sorted ``key=value`` words."""
-        return " ".join(f"{key}={value}" for key, value in sorted(self.options.items()))
-
-    def claimed(self, case: Case) -> Claimed | str:
-        """The first claim that covers a case, or the reason why none does."""
-        reasons = []
-        for claim, claimed in self._claims.get((case.operation, case.variant), []):
-            reason = claim.refusal(case)
-            if reason is None:
-                return claimed
-            reasons.append(reason)
-        return "; ".join(dict.fromkeys(reasons)) or f"no claim for {case.operation} {case.variant}"
-
-    def covers(self, case: Case) -> bool:
-        """Whether some claim covers a case."""
-        return not isinstance(self.claimed(case), str)
-
-    def beyond(self, case: Case) -> Claimed | None:
-        """The first claim that a case oversteps in nothing but limits that the library promises to enforce."""
-        claims = self._claims.get((case.operation, case.variant), [])
-        return next((claimed for claim, claimed in claims if claim.dares(case)), None)
-
-    def left_out(self, plan: Sequence[Case], share: Sequence[Case]) -> int:
-        """How many claimed cases of the plan the share lacks."""
-        return sum(self.covers(case) for case in set(plan).difference(share))
-
-    def dared(self, share: Sequence[Case]) -> Dared:
-        """The cases beyond the claims that are called all the same: the first `MAX_BEYOND` of each group."""
-        dared: dict[Case, Claimed] = {}
-        counted: Counter[tuple[str, str]] = Counter()
-        for case in share:
-            group = (case.operation, case.variant)
-            if group in self._claims and counted[group] < MAX_BEYOND and not self.covers(case):
-                claimed = self.beyond(case)
-                if claimed is not None:
-                    dared[case] = claimed
-                    counted[group] += 1
-        return dared
-
-    def _offers(self, case: Case) -> bool:
-        """Whether the claim that covers a case lists this target's options."""
-        claimed = self.claimed(case)
-        listed = {} if isinstance(claimed, str) else claimed.claim.get("options", {})
-        return not isinstance(claimed, str) and all(word in listed.get(key, ()) for key, word in self.options.items())
-
-    def key(self, case: Case) -> Key:
-        """What identifies the case's records on this target."""
-        return (case.text, self.description.backend, self.description.device, self.options_text)
-
-    def share(self, plan: Sequence[Case]) -> list[Case]:
-        """The ledger's witnesses, then the plan without claimed cases beyond ``most`` or the pace of a slow backend.
-
-        Of the claimed cases in each group (operation x variant) the first are kept, at least one. Under ``most``, of
-        those beyond the claims one of each group is left to say why, and those that are called all the same.
-        """
-        if self.swept:
-            offered = first([case for case in plan if self._offers(case)], self.most)
-            return list(dict.fromkeys(pace(offered, SWEPT_SHARE * self.description.pace)))
-        claimed = [case for case in plan if self.covers(case)]
-        left_out = set(claimed).difference(pace(first(claimed, self.most), self.description.pace))
-        if self.most is not None:
-            unclaimed = [case for case in plan if not self.covers(case)]
-            left_out |= set(unclaimed).difference(self.dared(unclaimed), first(unclaimed, 1))
-        cases = [*self.ledger.witnesses(), *(case for case in plan if case not in left_out)]
-        return list(dict.fromkeys(cases))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,62 +71,6 @@ class RunResult:
     def complete(self) -> bool:
         """Whether every pair was settled."""
         return self.settled == self.planned
-
-
-class Oracles:
-    """A pool of oracle workers, with the judgements of identical answers kept for the run."""
-
-    def __init__(self, start: Callable[[], OracleWorker], count: int, deadline: float) -> None:
-        self._start, self._deadline = start, deadline
-        self._idle: SimpleQueue[OracleWorker | None] = SimpleQueue()
-        for _ in range(count):
-            self._idle.put(None)
-        self._count = count
-        self._known: dict[bytes, JudgeReply] = {}
-
-    def judge(self, case: str, recipe: Mapping[str, Any], outputs: Sequence[Wire]) -> JudgeReply:
-        """Judge outputs with the next idle worker; a worker that fails is replaced once. Raises `HarnessError`."""
-        key = _fingerprint(case, recipe, outputs)
-        if key in self._known:
-            return self._known[key]
-        worker = self._idle.get()
-        try:
-            for last in (False, True):
-                try:
-                    worker = worker or self._start()
-                    reply = worker.judge(case, recipe, outputs, self._deadline)
-                    break
-                except Exception as error:
-                    if worker is not None:
-                        worker.close()
-                        worker = None
-                    if last:
-                        raise HarnessError(f"the oracle failed on '{case}': {_one_line(error)}") from error
-        finally:
-            self._idle.put(worker)
-        self._known[key] = reply
-        return reply
-
-    def close(self) -> None:
-        """End the idle workers; all of them, once nothing is being judged."""
-        for _ in range(self._count):
-            worker = self._idle.get()
-            if worker is not None:
-                worker.close()
-
-
-def _fingerprint(case: str, recipe: Mapping[str, Any], outputs: Sequence[Wire]) -> bytes:
-    digest = hashlib.sha256(case.encode())
-    choices = {key: value for key, value in recipe.items() if key != "source"}
-    digest.update(json.dumps(choices, sort_keys=True).encode())
-    for wire in outputs:
-        digest.update(f"\n{wire.name} {wire.dtype} {wire.shape}\n".encode())
-        digest.update(wire.data)
-    return digest.digest()
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class Engine:
@@ -314,7 +122,7 @@ class Engine:
                 raise self._failure
             if isinstance(self._failure, WorkerFailed):
                 raise HarnessError(str(self._failure)) from self._failure
-            raise HarnessError(f"the engine failed: {_one_line(self._failure)}") from self._failure
+            raise HarnessError(f"the engine failed: {one_line(self._failure)}") from self._failure
         left_out = {
             (target.description.backend, target.description.device): target.left_out(plan, share)
             for target, share in zip(self._targets, shares, strict=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance import verdicts
-from conformance.engine import HarnessError, Target
 from conformance.messages import CallReply, Claimed, JudgeReply, Wire
+from conformance.oracles import HarnessError
+from conformance.target import Target
 from conformance.verdicts import Replies, Subject
 from fuzz.case import Case
 from reports.record import Record

@@ -9,9 +9,9 @@ from typing import Any
 
 from conformance import capsule as capsules
 from conformance.causes import cause_of_record, failing
-from conformance.engine import Target
 from conformance.examine import Examiner
 from conformance.sealing import MAX_EXPLICIT, seal
+from conformance.target import Target
 from fuzz.case import Case
 from reports.record import Record, repro_line
 

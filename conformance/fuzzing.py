@@ -20,13 +20,15 @@ from rich.console import Console
 
 from conformance import corpus, journal, planning
 from conformance.discover import UsageError
-from conformance.engine import Engine, Limits, Oracles, RunResult, Target
+from conformance.engine import Engine, Limits, RunResult
 from conformance.journal import Journal, Key, OutDirectory
 from conformance.kept_worker import KeptWorker, Silent
 from conformance.ledger import Ledger
+from conformance.oracles import Oracles
 from conformance.planning import Group
 from conformance.progress import Progress
 from conformance.runs import Run, Settings, ask
+from conformance.target import Target
 from conformance.targets import Fleet
 from fuzz.case import Case
 from fuzz.strategies import Limits as Sizes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from conformance.engine import BackendWorker
 from conformance.messages import CallReply
+from conformance.target import BackendWorker
 from conformance.verdicts import DEATHS
 from reports.record import Record
 

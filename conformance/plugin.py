@@ -101,7 +101,7 @@ def conformance_check(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 def _run(item: pytest.Item, name: str) -> None:
     __tracebackhide__ = True
-    from conformance.engine import HarnessError
+    from conformance.oracles import HarnessError
     from conformance.plugin_checks import outcome
 
     process, controller = _process(item.config), item.config.stash.get(CONTROLLER, None)
@@ -221,9 +221,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _control(config: pytest.Config) -> None:
     """Make this process the one that owns the run. Raises pytest's UsageError; a failure of the harness is exit 3."""
     from conformance.discover import UsageError
-    from conformance.engine import HarnessError
     from conformance.journal import JournalError
     from conformance.ledger import LedgerError
+    from conformance.oracles import HarnessError
     from conformance.plugin_controller import Controller
     from fuzz.case import CaseError
 

@@ -12,13 +12,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from conformance.engine import BackendWorker, Engine, Limits, Oracles, OracleWorker, Target
+from conformance.engine import Engine, Limits
 from conformance.journal import Key
 from conformance.kept_worker import KeptWorker, Silent
 from conformance.launch import BackendSource
 from conformance.ledger import Ledger, load
+from conformance.oracles import Oracles, OracleWorker
 from conformance.plugin_checks import Check, checks
 from conformance.process_replies import descriptions
+from conformance.target import BackendWorker, Target
 from conformance.targets import Fleet
 from fuzz.case import Case
 from reports.record import Record

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from conformance.engine import Target
 from conformance.journal import Key
 from conformance.ledger import Entry, Ledger
 from conformance.runs import failure_lines
+from conformance.target import Target
 from fuzz.case import Case
 from reports import text
 from reports.record import Record, repro_line

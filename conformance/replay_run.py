@@ -11,15 +11,16 @@ from rich.console import Console
 from conformance import capsule as capsules
 from conformance import journal, planning
 from conformance.discover import UsageError
-from conformance.engine import HarnessError, Target
 from conformance.examine import JUDGE_DEADLINE, Examination, Examiner
 from conformance.ledger import Ledger
 from conformance.messages import JudgeReply, Wire
+from conformance.oracles import HarnessError
 from conformance.process import WorkerFailed
 from conformance.replay import Caller, markdown, pairs, replay, replay_recorded
 from conformance.repro import say
 from conformance.sealing import MAX_EXPLICIT, seal
 from conformance.selection_file import Recording, read
+from conformance.target import Target
 from conformance.targets import Fleet, Found
 from fuzz.case import Case
 from fuzz.grammar import GRAMMAR

@@ -15,13 +15,14 @@ from conformance import capsule as capsules
 from conformance.capsule import Capsule
 from conformance.causes import cause_of_record, failing
 from conformance.discover import UsageError
-from conformance.engine import HarnessError, Target
 from conformance.examine import Examination, Examiner
 from conformance.ledger import Ledger
 from conformance.messages import Claimed
+from conformance.oracles import HarnessError
 from conformance.process import WorkerFailed
 from conformance.sealing import MAX_EXPLICIT, seal
 from conformance.subjects import OWN_PLUGINS, Subject, subjects
+from conformance.target import Target
 from conformance.targets import Fleet, Found
 from conformance.tensor_file import TensorFileError
 from fuzz.case import Case

@@ -18,11 +18,13 @@ from rich.console import Console
 
 from conformance import corpus, failures, journal, planning, sanitizer, sweeps
 from conformance.discover import UsageError
-from conformance.engine import Engine, HarnessError, Limits, Oracles, RunResult, Target
+from conformance.engine import Engine, Limits, RunResult
 from conformance.journal import Journal, OutDirectory
 from conformance.ledger import Entry, Ledger
 from conformance.messages import Description
+from conformance.oracles import HarnessError, Oracles
 from conformance.progress import Progress, progress_on
+from conformance.target import Target
 from conformance.targets import Fleet, Survey
 from fuzz import plan as plans
 from fuzz.case import Case

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from conformance.discover import UsageError
-from conformance.engine import Target
 from conformance.ledger import Ledger
+from conformance.target import Target
 
 ALL, NONE = "all", "none"
 

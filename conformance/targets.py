@@ -10,9 +10,9 @@ from threading import Lock
 
 from conformance import discover
 from conformance.discover import UsageError
-from conformance.engine import HarnessError
 from conformance.launch import BackendSource
 from conformance.messages import Description
+from conformance.oracles import HarnessError
 from conformance.process import Worker, WorkerFailed
 
 DESCRIBE_DEADLINE = 300.0

@@ -16,6 +16,20 @@ if TYPE_CHECKING:  # the parent reads claims without importing torch
     from torch import Tensor
 
 
+NORMAL_VALUES = (
+    "normal",
+    "wide",
+    "codes",
+    "scale_ladder",
+    "cancellation",
+    "outliers",
+    "integer",
+    "single",
+    "zeros",
+)
+"""Profiles of a product's operands under which no FP32 subnormal arises: all of ``gemm``'s but ``subnormal``."""
+
+
 class Unsupported(Exception):  # noqa: N818 - a refusal, not an error
     """Raised by a backend to refuse a call cleanly; the message is the reason."""
 

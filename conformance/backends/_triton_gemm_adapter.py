@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from conformance.backends import _triton_gemm as kernels
-from references.backend import Claim
+from references.backend import NORMAL_VALUES, Claim
 from references.recipes import Recipe
 
 OPERATIONS = ("gemm", "grouped_gemm")
@@ -26,17 +26,6 @@ TILE_N = 64
 KNOWN = {9: "hopper", 10: "blackwell"}
 """Major compute capabilities whose FP8 accumulator is known."""
 SUBNORMAL_VALUES = ("subnormal",)
-NORMAL_VALUES = (
-    "normal",
-    "wide",
-    "codes",
-    "scale_ladder",
-    "cancellation",
-    "outliers",
-    "integer",
-    "single",
-    "zeros",
-)
 LARGEST_INTERPRETED = 256
 """Most rows and columns in the interpreter, where a block of a product takes some milliseconds."""
 

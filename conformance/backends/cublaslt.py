@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from references.backend import Claim, Unsupported
+from references.backend import NORMAL_VALUES, Claim, Unsupported
 from references.recipes import Recipe
 
 NAMES = ("cublaslt", "cublaslt_1x128")
@@ -29,17 +29,6 @@ BLOCK = 128
 K_PARTS = 16
 """Parts of K up to `LONGEST_K`: as many as were seen."""
 LONGEST_K = 2**14
-NORMAL_VALUES = (
-    "normal",
-    "wide",
-    "codes",
-    "scale_ladder",
-    "cancellation",
-    "outliers",
-    "integer",
-    "single",
-    "zeros",
-)
 SWEPT: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",)}
 
 if not hasattr(F, "scaled_mm"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends import _lone_module
-from references.backend import Claim, Unsupported
+from references.backend import NORMAL_VALUES, Claim, Unsupported
 from references.recipes import Recipe
 
 NAMES = ("deep_gemm",)
@@ -37,17 +37,6 @@ MASKED_M = 128
 LAYOUT_COLUMNS = 512
 AMAX_FLOOR = 1e-4
 """``clamp(1e-4)`` of a block's amax in every cast."""
-NORMAL_VALUES = (
-    "normal",
-    "wide",
-    "codes",
-    "scale_ladder",
-    "cancellation",
-    "outliers",
-    "integer",
-    "single",
-    "zeros",
-)
 GEMMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gemm": (("fp8_gemm_nt",), ("bf16_gemm_nt",)),
     "contiguous_128": (("m_grouped_fp8_gemm_nt_contiguous",), ("m_grouped_bf16_gemm_nt_contiguous",)),

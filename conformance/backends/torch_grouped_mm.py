@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from references.backend import Claim, Unsupported
+from references.backend import NORMAL_VALUES, Claim, Unsupported
 from references.recipes import Recipe
 
 NAMES = ("torch_grouped_mm", "torch_scaled_grouped_mm", "torch_scaled_grouped_mm_fast")
@@ -27,17 +27,6 @@ MEASURED = "measured on an H200"
 SM90 = 9
 MOST_GROUPS = 1024
 """The operators refuse more."""
-NORMAL_VALUES = (
-    "normal",
-    "wide",
-    "codes",
-    "scale_ladder",
-    "cancellation",
-    "outliers",
-    "integer",
-    "single",
-    "zeros",
-)
 SWEPT: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",), "inputs": ("strided",)}
 
 if not (hasattr(F, "grouped_mm") and hasattr(F, "scaled_grouped_mm")):

@@ -9,11 +9,12 @@ from rich.console import Console
 
 from conformance import journal, runs
 from conformance.discover import UsageError
-from conformance.engine import HarnessError, Limits
+from conformance.engine import Limits
 from conformance.gating.model import Truth
 from conformance.gating.truth import from_records
 from conformance.journal import JournalError
 from conformance.ledger import Ledger
+from conformance.oracles import HarnessError
 
 CASES = 4
 """Cases for each operation and variant: gates are looked at here, not values."""

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from conformance import verdicts
-from conformance.engine import Engine, HarnessError, Limits, Oracles, RunResult, Target
+from conformance.engine import Engine, Limits, RunResult
 from conformance.journal import Journal, key_of
 from conformance.ledger import Ledger, load
 from conformance.messages import CallReply, Claimed, Description, JudgeReply, Wire
+from conformance.oracles import HarnessError, Oracles
+from conformance.target import Target
 from fuzz.case import Case
 from references.backend import Claim
 from reports.record import Record

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from conformance import planning, units
 from conformance.discover import UsageError
-from conformance.engine import Target
 from conformance.messages import Claimed, Description
+from conformance.target import Target
 from fuzz.case import Case
 from fuzz.plan import draw_plan, write_plan
 from references.backend import Claim

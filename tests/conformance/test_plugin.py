@@ -19,11 +19,13 @@ import pytest
 import reports.build
 import reports.summary  # noqa: F401
 from conformance import cli, plugin, plugin_controller, runs  # noqa: F401
-from conformance.engine import Engine, Limits, Oracles, Target
+from conformance.engine import Engine, Limits
 from conformance.journal import read_records
 from conformance.ledger import load
+from conformance.oracles import Oracles
 from conformance.plugin_bench import Bench, Blueprint
 from conformance.plugin_checks import checks
+from conformance.target import Target
 from fuzz.case import Case
 from reports.record import Record
 

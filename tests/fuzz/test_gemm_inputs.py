@@ -13,6 +13,7 @@ from fuzz.grammar import GEMM_FORMATS, GEMM_LAYOUTS, GEMM_SCALES, GEMM_VALUES, G
 from fuzz.inputs import build
 from fuzz.strategies import Limits, cases
 from fuzz.values import ELEMENTS
+from references.backend import NORMAL_VALUES
 from references.elements import E2M1, E4M3FN, decode, encode
 from references.gemm_formats import sides
 from references.layouts import packed_dtype, packed_shape, padding_mask, slots
@@ -220,3 +221,7 @@ def test_every_used_row_has_finite_operands(case, seed):
         assert b.values.isfinite().all()
         count += len(where)
     assert count == int((rows >= 0).sum())
+
+
+def test_claims_and_the_grammar_know_the_same_profiles() -> None:
+    assert (*NORMAL_VALUES, "subnormal") == GEMM_VALUES
