@@ -25,8 +25,8 @@ from reports.record import FAILING, Record
 DEFAULT = Path(__file__).with_name("ledger.toml")
 _ISSUE = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+#[0-9]+\Z")
 _TEXTS = ("id", "backend", "versions", "operation", "part", "verdict", "message", "reason", "issue", "witness")
-_OPTIONAL = ("issue", "libraries", "devices", "where")
-_KEYS = (*_TEXTS, "libraries", "devices", "variants", "where")
+_OPTIONAL = ("issue", "libraries", "devices", "sm", "where")
+_KEYS = (*_TEXTS, "libraries", "devices", "sm", "variants", "where")
 
 
 class LedgerError(ValueError):
@@ -38,7 +38,7 @@ class Entry:
     """One known failure.
 
     versions: PEP 440 range of the backend's version, empty for any. libraries: library -> range, all of which must
-    hold. devices: patterns such as ``cuda:*``. where: parameter -> values of the cases concerned, any if absent.
+    hold. devices: patterns such as ``cuda:*``. sm: patterns of architectures such as ``90``, any if ``*``. where: parameter -> values of the cases concerned, any if absent.
     message: regular expression that is searched for in a record's message. witness: text of a case that fails so.
     """
 
@@ -55,21 +55,23 @@ class Entry:
     issue: str = ""
     libraries: Mapping[str, SpecifierSet]
     devices: tuple[str, ...] = ("*",)
+    sm: tuple[str, ...] = ("*",)
     where: Mapping[str, tuple[str, ...]]
 
     def applies(self, description: Description) -> bool:
-        """Whether the entry speaks of this backend, version, device and set of libraries."""
-        return self.concerns(description.backend, description.version, description.device) and all(
+        """Whether the entry speaks of this backend, version, device, architecture and set of libraries."""
+        return self._concerns(description) and all(
             name in description.libraries and _within(description.libraries[name], versions)
             for name, versions in self.libraries.items()
         )
 
-    def concerns(self, backend: str, version: str, device: str) -> bool:
-        """Whether the entry speaks of this backend, version and device, whatever the libraries."""
+    def _concerns(self, what: Description | Record) -> bool:
+        """Whether the entry speaks of this backend, version, device and architecture, whatever the libraries."""
         return (
-            backend == self.backend
-            and _within(version, self.versions)
-            and any(fnmatchcase(device, pattern) for pattern in self.devices)
+            what.backend == self.backend
+            and _within(what.version, self.versions)
+            and any(fnmatchcase(what.device, pattern) for pattern in self.devices)
+            and any(fnmatchcase(what.sm, pattern) for pattern in self.sm)
         )
 
     def covers_case(self, case: Case) -> bool:
@@ -86,7 +88,7 @@ class Entry:
             record.failing
             and record.verdict == self.verdict
             and (record.part == self.part or self._is_twins(record))
-            and self.concerns(record.backend, record.version, record.device)
+            and self._concerns(record)
             and self.message.search(record.message) is not None
             and self.covers_case(Case.parse(record.case))
         )
@@ -210,6 +212,7 @@ def _entry(row: Mapping[str, Any], place: str) -> Entry:
                 "message": re.compile(texts["message"]),
                 "variants": _words(row["variants"], f"{place}: variants"),
                 "devices": _words(row.get("devices", ["*"]), f"{place}: devices"),
+                "sm": _words(row.get("sm", ["*"]), f"{place}: sm"),
                 "libraries": {name: SpecifierSet(str(value)) for name, value in libraries.items()},
                 "where": {key: _words(values, f"{place}: where.{key}") for key, values in where.items()},
             }

@@ -120,6 +120,13 @@ def test_entries_apply_to_their_targets_only(tmp_path: Path, change: dict[str, A
     assert book.narrowed(DESCRIPTION, [("ue8m0", "floor")]) == Ledger()
 
 
+@pytest.mark.parametrize(("sm", "known"), [("90", True), ("86", True), ("100", False), ("", False)])
+def test_an_entry_speaks_of_its_architectures(tmp_path: Path, sm: str, known: bool) -> None:
+    book = load(tmp_path, ENTRY.replace("operation =", 'sm = ["8?", "90"]\noperation =', 1))
+    assert (book.match(replace(RECORD, sm=sm)) is not None) == known
+    assert (book.narrowed(replace(DESCRIPTION, sm=sm), GROUPS) == book) == known
+
+
 def test_a_prerelease_is_within_its_range(tmp_path: Path) -> None:
     assert load(tmp_path).match(replace(RECORD, version="1.2rc1")) == "one-ulp"
 
