@@ -38,8 +38,9 @@ class Entry:
     """One known failure.
 
     versions: PEP 440 range of the backend's version, empty for any. libraries: library -> range, all of which must
-    hold. devices: patterns such as ``cuda:*``. sm: patterns of architectures such as ``90``, any if ``*``. where: parameter -> values of the cases concerned, any if absent.
-    message: regular expression that is searched for in a record's message. witness: text of a case that fails so.
+    hold. devices: patterns such as ``cuda:*``. sm: patterns of architectures such as ``90``. where: parameter -> values
+    of the cases concerned, any if absent. message: regular expression that is searched for in a record's message.
+    witness: text of a case that fails so.
     """
 
     id: str
