@@ -19,6 +19,7 @@ from conformance.messages import Wire
 from conformance.worker_backend import Callee
 from conformance.worker_errors import ReportedError, one_line
 from conformance.worker_inputs import plain_names
+from conformance.worker_memory import release
 from conformance.worker_oracle import Oracle
 from conformance.worker_source import describe, load
 
@@ -57,13 +58,17 @@ class Server:
 
     def call(self, request: Mapping[str, Any], tensors: Sequence[Wire]) -> Answer:
         """One ``CallReply``, its outputs beside it; tensors are explicit inputs."""
-        return self._loaded().call(request["case"], request["backend"], request["options"], plain_names(tensors))
+        reply = self._loaded().call(request["case"], request["backend"], request["options"], plain_names(tensors))
+        release(self._device)
+        return reply
 
     def judge(self, request: Mapping[str, Any], tensors: Sequence[Wire]) -> Answer:
         """One ``JudgeReply``; the first ``inputs`` tensors are explicit inputs."""
         count = request.get("inputs", 0)
         given, outputs = plain_names(tensors[:count]), tensors[count:]
-        return self._oracle.judge(request["case"], request["recipe"], outputs, given), ()
+        reply = self._oracle.judge(request["case"], request["recipe"], outputs, given)
+        release(self._device)
+        return reply, ()
 
     def _loaded(self) -> Callee:
         if self._callee is None:

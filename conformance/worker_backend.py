@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +15,7 @@ from conformance.messages import CallReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, flat, is_out_of_memory, one_line
 from conformance.worker_inputs import explicit
+from conformance.worker_memory import release
 from conformance.worker_tensors import POISONS, Buffers, move, storage_bytes, to_wire, unsendable
 from fuzz.case import Case
 from fuzz.hashing import sha256_of
@@ -227,10 +226,7 @@ class Callee:
             line = one_line(error)
             if not is_out_of_memory(error):
                 return CallReply(status="error", message=line), ()
-        gc.collect()  # outside the handler, where the exception's frames no longer hold tensors
-        if self._device.startswith("cuda"):
-            with suppress(RuntimeError):
-                torch.cuda.empty_cache()
+        release(self._device, kept=0)  # outside the handler, where the exception's frames no longer hold tensors
         return CallReply(status="oom", message=line), ()
 
     def _synchronise(self) -> None:

@@ -13,7 +13,9 @@ from conformance import relations
 from conformance.messages import JudgeReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.operations.checks import canonical, check_outputs
+from conformance.worker_errors import is_out_of_memory
 from conformance.worker_inputs import explicit
+from conformance.worker_memory import release
 from conformance.worker_tensors import from_wire, move
 from fuzz.case import Case
 from fuzz.hashing import sha256_of
@@ -41,8 +43,21 @@ class Oracle:
 
         Parts that are missing, unknown or of another shape or dtype are ``wrong``; if a part of the contract is among
         them, the values of the others are not judged, since earlier parts condition later ones. A twin's answer
-        (``conformance.relations``) is judged where the case's own is right.
+        (``conformance.relations``) is judged where the case's own is right. Where the device's memory is full, which
+        backends share, the CPU judges: the verdicts are the same.
         """
+        try:
+            return self._judge(text, recipe, wires, given)
+        except BaseException as error:
+            if self._device == "cpu" or not is_out_of_memory(error):
+                raise
+        self._kept.clear()
+        release(self._device, kept=0)
+        return Oracle("cpu")._judge(text, recipe, wires, given)
+
+    def _judge(
+        self, text: str, recipe: Mapping[str, Any], wires: Sequence[Wire], given: Sequence[Wire]
+    ) -> dict[str, Any]:
         case = Case.parse(text)
         operation = OPERATIONS[case.operation]
         digest, inputs = self._explicit(case, given) if given else self._inputs(case)
