@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-KEPT = 2**30
+KEPT = 2**28
 """Bytes that a worker may keep for its next tensors, of those that torch has from the device."""
 
 

@@ -39,12 +39,12 @@ def test_another_error_is_not_hidden(monkeypatch):
 
 def test_memory_goes_back_where_enough_lies_idle(monkeypatch):
     emptied = []
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**28)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * 2**28)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     release("cuda:0")
     assert not emptied
-    release("cuda:0", kept=2**30 - 1)
+    release("cuda:0", kept=2**28 - 1)
     assert emptied == [True]
     release("cpu", kept=0)
     assert emptied == [True]
