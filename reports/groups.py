@@ -21,6 +21,9 @@ STATUSES = (FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED)
 """Of a call: a part fails and no ledger entry explains it; all parts that fail are known; some part passes; refused;
 not claimed. The first that applies."""
 
+PROPERTY = "property:"
+"""What the names of parts begin with that say something of an answer beside its values."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -101,9 +104,21 @@ class Group:
 
     @cached_property
     def bit_equal(self) -> float | None:
-        """The mean over the judged parts of the share of elements that equal the nominal answer."""
-        shares = [item.bit_equal for call in self.calls for item in call.parts if item.bit_equal is not None]
-        return math.fsum(shares) / len(shares) if shares else None
+        """The mean over the judged parts of the answers of the share of elements that equal the nominal answer.
+
+        A property's part compares two answers, which need not be equal: it does not count.
+        """
+        return mean([share for shares in self.bit_equal_by_recipe.values() for share in shares])
+
+    @cached_property
+    def bit_equal_by_recipe(self) -> dict[str, list[float]]:
+        """Recipe -> the shares that `bit_equal` is the mean of."""
+        shares: dict[str, list[float]] = {}
+        for call in self.calls:
+            for item in call.parts:
+                if item.bit_equal is not None and not item.part.startswith(PROPERTY):
+                    shares.setdefault(item.recipe, []).append(item.bit_equal)
+        return shares
 
     @cached_property
     def over_fp32(self) -> float | None:
@@ -130,6 +145,11 @@ class Group:
                     return call
         judged = [call for call in self.calls if call.status in (PASS, REFUSED)]
         return max(judged, key=lambda call: -1.0 if call.headroom is None else call.headroom, default=None)
+
+
+def mean(numbers: Sequence[float]) -> float | None:
+    """The arithmetic mean; None of nothing."""
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def calls_by_group(ordered: Sequence[Record]) -> Iterator[list[Call]]:

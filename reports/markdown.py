@@ -104,7 +104,7 @@ def _results(summary: Summary) -> list[str]:
             text.ratio(row.over_fp32),
             code(row.worst),
             plain(row.claim, 300),
-            plain(row.recipe, 300),
+            plain(row.recipe, 400),
         )
         for row in rows
     ]

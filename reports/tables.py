@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import text
-from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call, Group
+from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call, Group, mean
 from reports.record import FAILING, MEANING, PASSING, Record, repro_line
 from reports.summary import Known, Summary
 
@@ -156,12 +156,24 @@ def _result(summary: Summary, group: Group) -> ResultRow:
         over_fp32=group.over_fp32,
         seconds=group.seconds,
         claim="; ".join(group.claims),
-        recipe="; ".join(group.recipes),
+        recipe=_recipes(group),
         source="; ".join(group.sources),
         worst=repro(worst.lead, summary.plugins) if worst else "",
         worst_kind=_kind(worst) if worst else "",
         worst_message=_told(worst.lead) if worst and worst.status in (FAIL, KNOWN) else "",
     )
+
+
+def _recipes(group: Group) -> str:
+    """The recipes; of several each with the mean share of equal bits in the outputs that were judged under it."""
+    if len(group.recipes) < 2:
+        return "; ".join(group.recipes)
+    shares = {text.line(recipe): found for recipe, found in group.bit_equal_by_recipe.items()}
+    told = {
+        recipe: f"{recipe} (bits equal {text.share(mean(found))}, {text.plural(len(found), 'output')})"
+        for recipe, found in shares.items()
+    }
+    return "; ".join(told.get(recipe, recipe) for recipe in group.recipes)
 
 
 def _kind(call: Call) -> str:
@@ -356,7 +368,7 @@ NOTES = (
     "Headroom is the largest distance from the admissible set's centre, in units of its radius: "
     "at most 1 is admissible, 0 is the centre itself, ∞ has no distance (a NaN, a code outside the set).",
     "Bits equal is the mean share of elements that equal the nominal answer bit for bit. It is not demanded unless the "
-    "admissible set has one member.",
+    "admissible set has one member. Where a backend has several recipes the last column gives each one's.",
     "Error / FP32's is the median of the root mean square error over that of a reference in FP32 arithmetic: about 1 "
     "is as good as that precision gets, below 1 is better.",
 )

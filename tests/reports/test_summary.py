@@ -6,6 +6,7 @@ import pytest
 from reports.frame import order
 from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call
 from reports.summary import headline, summarise
+from reports.tables import results
 
 
 def by_name(summary):
@@ -33,6 +34,30 @@ def test_a_group_has_its_verdicts_headroom_bits_and_time(records, run):
     assert group.seconds == 4 * 0.25  # the parts of a call share one time
     assert group.claims == ("k%2=0",)
     assert group.recipes == ("amax_floor=1e-10",)
+
+
+def test_a_property_says_nothing_of_equal_bits(make, run, records):
+    case = "ue8m0 ceil v=1 from=scale n=8 values=special seed=3"
+    twin = make(case, part="property:k_blocks", bit_equal=0.125)
+    group = by_name(summarise([*records, twin], run))["ue8m0", "alpha"]
+    assert group.bit_equal == 1
+
+
+def test_several_recipes_have_their_shares_of_equal_bits(make, run):
+    case = "quantize mxfp8 v=1 block=1x32 dtype=bf16 k=32 m={m} scale=ceil stride=contiguous values=normal seed=0"
+    records = [
+        make(case.format(m=1), part="payload", recipe="accumulator=exact", bit_equal=1.0),
+        make(case.format(m=2), part="payload", recipe="accumulator=exact", bit_equal=1.0),
+        make(case.format(m=3), part="payload", recipe="default", bit_equal=0.5),
+        make(case.format(m=4), part="call", recipe="never", bit_equal=None, headroom=None, verdict="crash"),
+    ]
+    [row] = results(summarise(records, run))
+    assert row.bit_equal == pytest.approx(2.5 / 3)
+    assert row.recipe == (
+        "accumulator=exact (bits equal 100 %, 2 outputs); default (bits equal 50.00 %, 1 output); never"
+    )
+    [row] = results(summarise(records[:2], run))
+    assert row.recipe == "accumulator=exact"
 
 
 def test_errors_are_compared_with_those_of_fp32(make, run):
