@@ -71,10 +71,15 @@ def version(distribution: str) -> str:
         raise ImportError(f"{distribution} is not installed") from None
 
 
+def folder(distribution: str) -> Path:
+    """Where the installed distribution's packages lie."""
+    return Path(str(importlib.metadata.distribution(distribution).locate_file("")))
+
+
 def load(distribution: str, file: str) -> ModuleType:
     """The module of ``file``, a path such as ``package/module.py``. Raises ImportError with the reason."""
     about = f"{distribution} {version(distribution)}"
-    path = Path(str(importlib.metadata.distribution(distribution).locate_file(file)))
+    path = folder(distribution) / file
     if not path.is_file():
         raise ImportError(f"{about} has no {file}")
     package, name = file.split("/")[0], file.removesuffix(".py").replace("/", ".")

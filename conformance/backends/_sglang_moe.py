@@ -4,7 +4,8 @@ Read in SGLang 0.5.23 (``moe_runner/triton_utils/fused_moe.py``, ``kernels/ops/m
 and silu(gate) * up are stored as BF16; activations are quantised by the JIT kernels; FC2 is multiplied by the router
 weight in FP32 and stored as BF16; experts are added in FP32, but two of them in BF16. A block of K joins as
 ``accumulator += tl.dot(a, b) * (a_scale[:, None] * b_scale)``. Activation scales are continuous, whatever scales the
-weights have: there is no argument that asks for powers of two.
+weights have: there is no argument that asks for powers of two. Ids of all ranks become those of one in the dispatcher
+before it (``token_dispatcher/standard.py``), where -1 stays -1.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from conformance.backends import _sglang_dispatcher as dispatcher
 from conformance.backends import _sglang_quant as quant
 from conformance.backends._sglang_gemm import fp32_scales, grouped_scales
 from conformance.backends._sglang_modules import MOE, RUNNER, library
@@ -56,14 +58,15 @@ Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 def claims() -> Iterable[Claim]:
     """Expert layers with continuous activation scales, unquantised ones, and grouped GEMMs; SM90."""
-    # Ids are mapped before the layer, by a dispatcher (moe/token_dispatcher/standard.py).
-    ids = ("spread", "skewed", "elsewhere")
-    layer = {"gate": ("first",), "ids": ids, "limit": ("none",), "out": ("bf16",)}
+    layer: dict[str, tuple[str, ...]] = {"gate": ("first",), "limit": ("none",), "out": ("bf16",)}
+    source = f"{dispatcher.SOURCE}; {LAYER}"
+    if dispatcher.to_local(library().folder) is None:
+        layer["ids"], source = ("spread", "skewed", "elsewhere"), LAYER
     # A row of one block goes another way, to the kernel that quantises whole rows.
     whole = {"hidden": 2 * BLOCK, "intermediate": 2 * BLOCK}
     return [
         *(
-            Claim(operation="moe", variant=variant, source=LAYER, where=where, multiples=multiples, options=SWEPT)
+            Claim(operation="moe", variant=variant, source=source, where=where, multiples=multiples, options=SWEPT)
             for variant, where, multiples in (
                 ("deepseek_fp8", {**layer, "scale": ("fp32",)}, whole),
                 ("bf16", layer, dict.fromkeys(whole, 8)),
@@ -132,7 +135,8 @@ def _layer(case: Any, inputs: Mapping[str, Tensor]) -> Call:
     if case["out"] != "bf16" or case["gate"] != "first" or case["limit"] != "none":
         raise Unsupported("BF16, gate first, no limit")
     run = library().function("fused_experts", f"{RUNNER}.fused_moe")
-    experts = case.integer("experts")
+    experts, ids, mapping = case.integer("experts"), inputs["ids"], inputs.get("expert_map")
+    to_local = None if mapping is None else dispatcher.to_local(library().folder)
     config = SimpleNamespace(
         activation="silu",
         is_gated=True,
@@ -146,26 +150,32 @@ def _layer(case: Any, inputs: Mapping[str, Tensor]) -> Call:
         swiglu_limit=None,
         gate_up_interleaved=False,
         # Experts that live elsewhere have the id -1, which the kernels skip where there are more than are local.
-        num_experts=experts + (case["ids"] == "elsewhere"),
+        num_experts=experts + (case["ids"] == "elsewhere") if mapping is None else len(mapping),
         num_local_experts=experts,
     )
-    routed = (inputs["weights"], inputs["ids"], None)
     weights = [inputs["w1"], inputs["w2"]]
-    arguments: dict[str, Any] = {"topk_output": routed, "moe_runner_config": config}
+    arguments: dict[str, Any] = {"moe_runner_config": config}
     match case.variant:
         case "deepseek_fp8":
             arguments["block_shape"] = [BLOCK, BLOCK]
         case "fp8_per_tensor":
             arguments |= {"a1_scale": inputs["x_scale"], "a2_scale": inputs["h_scale"]}
         case "bf16":
-            return lambda out: {"output": run(inputs["x"], *weights, **arguments)}
+            pass
         case _:
             raise Unsupported(f"no moe {case.variant}")
-    weights = [weight.view(torch.float8_e4m3fn) for weight in weights]
-    for name in ("w1", "w2"):
-        scales = fp32_scales(inputs[f"{name}_scales"])
-        arguments[f"{name}_scale"] = scales if case.variant == "deepseek_fp8" else scales.reshape(-1)
-    return lambda out: {"output": run(inputs["x"], *weights, use_fp8_w8a8=True, **arguments)}
+    if case.variant != "bf16":
+        weights = [weight.view(torch.float8_e4m3fn) for weight in weights]
+        arguments["use_fp8_w8a8"] = True
+        for name in ("w1", "w2"):
+            scales = fp32_scales(inputs[f"{name}_scales"])
+            arguments[f"{name}_scale"] = scales if case.variant == "deepseek_fp8" else scales.reshape(-1)
+
+    def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        local = ids if to_local is None or mapping is None else to_local(ids, mapping)
+        return {"output": run(inputs["x"], *weights, topk_output=(inputs["weights"], local, None), **arguments)}
+
+    return call
 
 
 def _grouped(case: Any, inputs: Mapping[str, Tensor]) -> Call:

@@ -2,7 +2,8 @@
 
 Read in SGLang 0.5.23, ``kernels/ops/moe/moe_fused_gate.py``: everything in FP32; ``tl.exp`` is ex2.approx(t * log2 e),
 ``/`` is div.full.f32 (2 ulp); the lowest index wins among experts and among groups; a sum of 0 is replaced by 1, to
-others nothing is added; a weight of a shared expert is 1.
+others nothing is added; a weight of a shared expert is 1. Ids become those of a rank in the dispatcher, behind it
+(``token_dispatcher/standard.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.backends import _sglang_dispatcher as dispatcher
 from conformance.backends._sglang_modules import GATE, library
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
@@ -35,13 +37,14 @@ Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def claims() -> Iterable[Claim]:
-    """Five methods, packed or with FP32 weights."""
+    """Five methods, packed or with FP32 weights, and a rank's ids beside these."""
+    mapped = dispatcher.to_local(library().folder) is not None
     return [
         Claim(
             operation="routing",
             variant=method,
-            source=SOURCE,
-            where={"out": ("fp32", "packed")},
+            source=f"{SOURCE}; {dispatcher.SOURCE}" if mapped else SOURCE,
+            where={"out": ("fp32", "packed", "local") if mapped else ("fp32", "packed")},
             options={"stream": ("side",), "graph": ("replay",)},
         )
         for method in SCORES
@@ -81,13 +84,17 @@ def prepare(case: Any, inputs: Mapping[str, Tensor]) -> Call:
     if case["padding"] == "some":
         real = torch.full((), tokens * 3 // 4, dtype=torch.int32, device=logits.device)
         arguments["num_token_non_padded"] = real
-    packed = case["out"] == "packed"
+    packed, mapping = case["out"] == "packed", inputs.get("expert_map")
+    to_local = None if mapping is None else dispatcher.to_local(library().folder)
 
     def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if packed:
             arguments["packed_out"] = out["packed"]
         weights, ids = route(logits, bias, topk, **arguments)
-        return {"packed": out["packed"]} if packed else {"selection": ids, "weights": weights}
+        if packed:
+            return {"packed": out["packed"]}
+        found = {"selection": ids, "weights": weights}
+        return found if to_local is None or mapping is None else {**found, "local": to_local(ids, mapping)}
 
     return call
 

@@ -24,7 +24,7 @@ from references.recipes import Recipe
 SOURCE = "conformance/backends/_triton_routing.py"
 EXP_SLOPE = 1.25 * 2.0**-23
 """exp(t) as ex2(RN(t * RN(log2 e))): RN of the product errs by 2^-24 |t|, RN of log2 e by 2^-26 |t|, both relative."""
-OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OUTPUTS = {"fp32": torch.float32, "local": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @triton.jit
@@ -50,6 +50,8 @@ def route_kernel(
     bias_ptr,
     ids_ptr,
     weights_ptr,
+    map_ptr,
+    local_ptr,
     tokens,
     real_tokens,
     experts,
@@ -71,11 +73,12 @@ def route_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """ids and weights [tokens, topk + shared] of logits [tokens, experts] and bias [experts].
+    """ids and weights [tokens, topk + shared] of logits [tokens, experts] and bias [experts], and ids of this rank.
 
     SOFTMAX: scores are a softmax, without a bias, and a group's is its largest; else they are sigmoids, with a bias,
     and a group's is the sum of its two largest. OUT: ``fp32`` and ``fp16`` weights, ``bf16`` words (int16), or
-    ``packed`` ids (weights_ptr is unused). Rows from real_tokens on are padding: id -1, weight 0.
+    ``packed`` ids (weights_ptr is unused), or ``local``: FP32 weights, and the ids that map_ptr [experts + shared] has
+    for these, -1 for -1. Rows from real_tokens on are padding: id -1, weight 0.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     expert = tl.arange(0, EXPERTS)[None, :]
@@ -137,6 +140,9 @@ def route_kernel(
         tl.store(ids_ptr + to, (ids << 16) | bf16_word(weights), mask=stored)
     else:
         tl.store(ids_ptr + to, ids, mask=stored)
+        if OUT == "local":
+            here = tl.load(map_ptr + ids, mask=stored & (ids >= 0), other=-1)
+            tl.store(local_ptr + to, here, mask=stored)
         if OUT == "bf16":
             tl.store(weights_ptr + to, bf16_word(weights).to(tl.int16), mask=stored)
         elif OUT == "fp16":
@@ -148,9 +154,8 @@ def route_kernel(
 def claims(max_tokens: int | None) -> list[Claim]:
     """DeepSeek-V3, and grouped top-k of a softmax."""
     maxima = {} if max_tokens is None else {"tokens": max_tokens}
-    where = {"out": ("fp32", "bf16", "fp16", "packed")}
     return [
-        Claim(operation="routing", variant=method, source=f"{SOURCE}: route_kernel", where=where, maxima=maxima)
+        Claim(operation="routing", variant=method, source=f"{SOURCE}: route_kernel", maxima=maxima)
         for method in ("DeepSeekV3", "GroupedTopK")
     ]
 
@@ -179,10 +184,14 @@ def route(
         ids = out.get("selection", logits.new_empty(shape, dtype=torch.int32))
         weights = out.get("weights", logits.new_empty(shape, dtype=OUTPUTS[form]))
         parts = {"selection": ids, "weights": weights}
+    mapping = inputs.get("expert_map", ids)
+    local = out.get("local", torch.empty_like(ids)) if form == "local" else ids
+    if form == "local":
+        parts["local"] = local
     groups = case.integer("groups")
     tile = min(512, triton.next_power_of_2(tokens)) if interpreted else 1
     route_kernel[(triton.cdiv(tokens, tile),)](
-        _words(logits), _words(bias), ids, _words(weights), tokens,
+        _words(logits), _words(bias), ids, _words(weights), mapping, local, tokens,
         tokens * 3 // 4 if case["padding"] == "some" else tokens,
         experts, groups, experts // groups, case.integer("topk_group"), topk, shared, *logits.stride(),
         float(case["scaling"]), SOFTMAX=case.variant == "GroupedTopK", RENORMALIZE=case["renormalize"] == "on",

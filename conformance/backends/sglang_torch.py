@@ -2,7 +2,7 @@
 
 All of them return FP32 weights and leave ties to ``torch.topk``. Those that score in the logits' own dtype round BF16
 scores to BF16, which their recipes declare; FP16 scores underflow below 2^-25, for which no choice exists, so those
-claims leave FP16 out.
+claims leave FP16 out. Ids are mapped to those of a rank as its dispatcher does it, after the router.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends import _lone_module as lone
+from conformance.backends import _sglang_dispatcher as dispatcher
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
@@ -59,6 +60,7 @@ class SGLangBackend:
         self._biased_grouped = lone.function(module, "biased_grouped_topk_impl")
         self._grouped = lone.function(module, "grouped_topk_gpu")
         self._mask_padding = lone.function(module, "_mask_topk_ids_padded_region")
+        self._to_local = dispatcher.to_local(lone.folder(DISTRIBUTION))
 
     def version(self) -> str:
         """SGLang's version."""
@@ -66,13 +68,17 @@ class SGLangBackend:
 
     def claims(self, device: str) -> Iterable[Claim]:
         """Ten methods; padding on the CPU alone, where it takes no kernel; a fused shared expert with a bias."""
-        where: dict[str, tuple[str, ...]] = {"out": ("fp32",), "shared": ("0",)}
+        mapped = self._to_local is not None
+        where: dict[str, tuple[str, ...]] = {"out": ("fp32", "local") if mapped else ("fp32",), "shared": ("0",)}
+        local = f"; {dispatcher.SOURCE}" if mapped else ""
         if device != "cpu":
             where["padding"] = ("none",)
 
         def claim(method: str, function: str, **more: Any) -> Claim:
             narrowed = {**where, **more.pop("where", {})}
-            return Claim(operation="routing", variant=method, source=f"{FILE}: {function}", where=narrowed, **more)
+            return Claim(
+                operation="routing", variant=method, source=f"{FILE}: {function}{local}", where=narrowed, **more
+            )
 
         found = [claim(method, "fused_topk_torch_native") for method in PLAIN]
         found += [claim(method, "fused_topk_softmax_torch_raw_logits") for method in RAW]
@@ -101,6 +107,7 @@ class SGLangBackend:
         if case.operation != "routing":
             raise Unsupported(f"no {case.operation}")
         logits = inputs["logits"]
+        mapping, to_local = inputs.get("expert_map"), self._to_local
         route = self._route(case, logits.new_empty(len(logits), 1), logits, inputs.get("bias"))
 
         def call() -> dict[str, Tensor]:
@@ -108,7 +115,8 @@ class SGLangBackend:
             ids = ids.to(torch.int32)
             if case["padding"] == "some":
                 self._mask_padding(ids, torch.tensor(len(logits) * 3 // 4, device=ids.device))
-            return {"selection": ids, "weights": weights}
+            found = {"selection": ids, "weights": weights}
+            return found if mapping is None or to_local is None else {**found, "local": to_local(ids, mapping)}
 
         return call
 

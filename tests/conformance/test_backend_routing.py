@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conformance.backends import _lone_module as lone
+from conformance.backends import _sglang_dispatcher as dispatcher
 from conformance.backends import _torch_routing as plain
 from conformance.backends.torch_ops import TorchBackend
 from conformance.operations import routing
@@ -76,6 +77,41 @@ def test_sglang_routes_as_its_ledger_entry_says() -> None:
         known = case.variant in ("MiniMax2", "SqrtSoftplus") and case["shared"] == "1"
         assert known, case.text
         assert (part, classes) == ("weights", ("shared",))
+
+
+def test_sglang_s_dispatcher_numbers_the_experts_of_a_rank() -> None:
+    if _missing("sglang"):
+        pytest.skip("SGLang is not installed")
+    from conformance.backends import sglang_torch
+
+    (backend,) = sglang_torch.backends()
+    claim = next(item for item in backend.claims("cpu") if item.variant == "Sigmoid")
+    assert claim.where["out"] == ("fp32", "local")
+    assert "token_dispatcher/standard.py: _map_topk_ids_to_local_experts" in claim.source
+    case = Case.parse(
+        "routing Sigmoid v=1 dtype=fp32 experts=4 out=local padding=some shared=0 stride=contiguous tokens=2 topk=2 "
+        "values=normal seed=0"
+    )
+    # Experts 3 and 0 are here, and the map ends with one of them; the second token is padding.
+    inputs = {
+        "logits": torch.tensor([[1.0, 2.0, 0.0, 3.0]] * 2),
+        "expert_map": torch.tensor([1, -1, -1, 0], dtype=torch.int32),
+    }
+    found = backend.run(backend.prepare(case, inputs, {}), {})
+    assert found["selection"].tolist() == [[3, 1], [-1, -1]]
+    assert found["local"].tolist() == [[0, -1], [-1, -1]]
+
+
+def test_a_dispatcher_without_the_map_has_none(tmp_path: Path) -> None:
+    assert dispatcher.to_local(tmp_path) is None
+    path = tmp_path / dispatcher.FILE
+    path.parent.mkdir(parents=True)
+    path.write_text("import nothing_of_the_kind\ndef other(): pass\n")
+    assert dispatcher.to_local(tmp_path) is None
+    path.write_text(f"import nothing_of_the_kind\ndef {dispatcher.NAME}(ids, mapping): return torch.neg(ids)\n")
+    found = dispatcher.to_local(tmp_path)
+    assert found is not None
+    assert found(torch.tensor([2]), torch.tensor([0])).tolist() == [-2]
 
 
 def test_vllm_routes_as_its_ledger_entries_say() -> None:

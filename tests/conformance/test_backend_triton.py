@@ -52,6 +52,7 @@ ROUTERS = [
         ("0", "fp32", "fp32", 64, 8, "packed", "none", "on", 5, 4, 2, "group_ties"),
         ("1e4", "bf16", "bf16", 9, 3, "packed", "some", "on", 5, 5, 2, "nonfinite"),
         ("12", "fp32", "bf16", 7, 1, "bf16", "none", "on", 3, 7, 1, "saturated"),
+        ("0.1", "fp32", "fp32", 32, 4, "local", "some", "on", 9, 4, 2, "normal"),
     )
 ]
 CASES = [
@@ -224,7 +225,7 @@ def _compile(sm: int) -> None:
     }
     special = {"ue8m0_kernel": {"x_ptr": "*fp32"}}
     special["route_kernel"] = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*i16") | {
-        "ids_ptr": "*i32",
+        **dict.fromkeys(("ids_ptr", "map_ptr", "local_ptr"), "*i32"),
         "scaling": "fp32",
         "stride_token": "i64",
         "stride_expert": "i64",
