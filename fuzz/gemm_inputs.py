@@ -18,7 +18,7 @@ from fuzz.values import ELEMENTS, FLOATS, coin, from_bits, integer, pow2, to_bit
 from references import layouts
 from references.gemm_formats import Side, scale_order, sides
 
-CHUNK = 2**19
+CHUNK = 2**16
 """Elements that are made at a time."""
 
 STALE_SCALES = {"fp32": (0x7FC00000, 0x7F7FFFFF), "ue8m0": (0xFF, 0xFE), "e4m3": (0x7F, 0x7E)}

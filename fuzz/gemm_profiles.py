@@ -22,7 +22,6 @@ from fuzz.values import (
     Reals,
     coin,
     integer,
-    midpoints,
     normal,
     pow2,
     to_bits,
@@ -46,8 +45,21 @@ def is_fp16(site: Site) -> bool:
 
 def to_codes(numbers: Reals, element: Element) -> npt.NDArray[np.uint8]:
     """Finite numbers to codes: the nearest (the upper one at a midpoint), the largest beyond; signs are kept."""
-    magnitude = np.searchsorted(midpoints(element), np.abs(numbers), side="right")
-    return np.where(np.signbit(numbers), magnitude | element.sign, magnitude).astype(np.uint8)
+    kept = element.mantissa_bits
+    magnitude = np.abs(np.asarray(numbers, dtype=np.float64))
+    np.minimum(magnitude, element.qmax, out=magnitude)
+    # Half of the last kept bit is added; a carry moves into the exponent field, which is the next binade.
+    code = magnitude.view(np.uint64) + np.uint64(1 << (51 - kept))
+    code >>= np.uint64(52 - kept)
+    code -= np.uint64((1023 - element.bias) << kept)
+    # Half steps of the subnormal numbers, which are exact; 2^(kept + 1) from the least normal number on.
+    np.minimum(magnitude, 2.0 ** (1 - element.bias), out=magnitude)
+    magnitude *= 2.0 ** (kept + element.bias)
+    steps = magnitude.astype(np.uint64)
+    steps += np.uint64(1)
+    steps >>= np.uint64(1)
+    code = np.where(magnitude < 2.0 ** (kept + 1), steps, code)
+    return np.where(np.signbit(numbers), code | np.uint64(element.sign), code).astype(np.uint8)
 
 
 def _reach(site: Site) -> float:

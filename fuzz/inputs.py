@@ -24,7 +24,7 @@ from fuzz.sites import Matrix, Site
 from fuzz.values import ELEMENTS, FLOATS, Float, from_bits, integer, pow2, to_bits, unit
 from references.layouts import pack, packed_dtype, padding_mask, plain_dtype
 
-CHUNK = 2**19
+CHUNK = 2**16
 """Elements that are made at a time."""
 
 FP32 = FLOATS["fp32"]

@@ -11,8 +11,9 @@ from fuzz.case import Case
 from fuzz.gemm_profiles import to_codes
 from fuzz.grammar import GEMM_FORMATS, GEMM_LAYOUTS, GEMM_SCALES, GEMM_VALUES, GROUPINGS
 from fuzz.inputs import build
+from fuzz.philox import words as stream
 from fuzz.strategies import Limits, cases
-from fuzz.values import ELEMENTS
+from fuzz.values import ELEMENTS, midpoints, normal
 from references.backend import NORMAL_VALUES
 from references.elements import E2M1, E4M3FN, decode, encode
 from references.gemm_formats import sides
@@ -140,6 +141,19 @@ def test_neighbouring_scales_differ(variant):
             scales = made[f"{name}_scales"].to(torch.int32)
             assert (scales[1:] != scales[:-1]).all()
             assert (scales[:, 1:] != scales[:, :-1]).all()
+
+
+@pytest.mark.parametrize("element", ELEMENTS.values(), ids=lambda element: element.name)
+def test_codes_are_the_nearest_and_the_upper_one_at_a_midpoint(element):
+    middle = midpoints(element)
+    numbers = np.concatenate(
+        [middle, np.nextafter(middle, 0), np.nextafter(middle, np.inf), element.magnitudes, [5e-324, 2.0**-1022, 1e300]]
+    )
+    numbers = np.concatenate([numbers, normal(stream(bytes(16), 0, 2**14)) * element.qmax / 3.0])
+    expected = np.searchsorted(middle, np.abs(numbers), side="right")
+    for sign in (1.0, -1.0):
+        signed = np.copysign(numbers, sign * np.copysign(1.0, numbers))
+        assert np.array_equal(to_codes(signed, element), expected + np.where(np.signbit(signed), element.sign, 0))
 
 
 def test_subnormal_outputs_are_subnormal():
