@@ -124,19 +124,34 @@ def pow2(exponent: npt.ArrayLike) -> Reals:
 
 def to_bits(numbers: npt.ArrayLike, float_: Float) -> Bits:
     """Round finite float64 numbers to nearest, ties to even; what would overflow becomes the largest number."""
-    raw = np.asarray(numbers, dtype=np.float64, order="C").view(np.uint64)
-    sign = (raw >> 63).astype(np.uint32) << (float_.width - 1)
-    field = (raw >> 52).astype(np.int64) & 0x7FF
-    significand = np.where(field > 0, (raw & (2**52 - 1)) | 2**52, 0).astype(np.uint64)
-    exponent = np.maximum(field - 1023, float_.emin)
-    shift = np.minimum(52 - float_.mantissa_bits + exponent - (field - 1023), 54).astype(np.uint64)
+    plain = np.asarray(numbers, dtype=np.float64, order="C")
+    raw = plain.reshape(-1).view(np.uint64)
+    magnitude = raw & np.uint64(2**63 - 1)
+    drop = np.uint64(52 - float_.mantissa_bits)
+    rounded = magnitude >> drop
+    rounded &= np.uint64(1)
+    rounded += magnitude
+    rounded += (np.uint64(1) << (drop - np.uint64(1))) - np.uint64(1)
+    rounded >>= drop
+    # A carry out of the mantissa moves into the exponent field, which is the next binade.
+    rounded -= np.uint64((1023 - float_.bias) << float_.mantissa_bits)
+    small = magnitude < np.uint64((float_.emin + 1023) << 52)
+    if small.any():
+        rounded[small] = _subnormal_bits(magnitude[small], float_)
+    np.minimum(rounded, np.uint64(float_.inf - 1), out=rounded)
+    rounded |= (raw >> np.uint64(63)) << np.uint64(float_.width - 1)
+    return rounded.astype(np.uint32).reshape(plain.shape)
+
+
+def _subnormal_bits(magnitude: Words, float_: Float) -> Words:
+    """The same for the bits of float64 numbers below the least normal one, which may round to it."""
+    field = (magnitude >> np.uint64(52)).astype(np.int64)
+    significand = np.where(field > 0, (magnitude & np.uint64(2**52 - 1)) | np.uint64(2**52), np.uint64(0))
+    shift = np.minimum(52 - float_.mantissa_bits + float_.emin - (field - 1023), 54).astype(np.uint64)
     kept = significand >> shift
     rest, half = significand & ((np.uint64(1) << shift) - np.uint64(1)), np.uint64(1) << (shift - np.uint64(1))
-    kept += ((rest > half) | ((rest == half) & (kept & 1 == 1))).astype(np.uint64)
-    # The hidden bit of a normal number adds one to its exponent field, and so does a carry.
-    fields = (np.minimum(exponent, float_.emax + 1) + float_.bias - 1).astype(np.uint64) << float_.mantissa_bits
-    magnitude = np.minimum(fields + kept, np.uint64(float_.inf - 1))
-    return np.asarray(magnitude.astype(np.uint32) | sign, dtype=np.uint32)
+    kept += ((rest > half) | ((rest == half) & (kept & np.uint64(1) == 1))).astype(np.uint64)
+    return np.asarray(kept, dtype=np.uint64)
 
 
 def from_bits(bits: npt.ArrayLike, float_: Float) -> Reals:
