@@ -99,6 +99,7 @@ class Recipe:
     out_rounding: of the accumulator to the output dtype: ``nearest``, or ``faithful`` for either neighbour.
     fc1_dtype, activation_dtype, fc2_dtype, weighted_dtype: of an expert layer, how FC1's output, silu(gate) * up, each
         expert's output and its product with the router weight are stored on the way, ``fp32`` or ``bf16``.
+    combine_dtype: what holds the sum over a token's experts while they are added, one after another in any order.
     run_to_run: bit equality of repeated runs is part of the contract.
     permutation_invariant, batch_invariant: so is that of rows wherever they lie among the others, and however many
         others there are (``conformance/relations.py``).
@@ -127,6 +128,7 @@ class Recipe:
     activation_dtype: Between = "fp32"
     fc2_dtype: Between = "fp32"
     weighted_dtype: Between = "fp32"
+    combine_dtype: Between = "fp32"
     run_to_run: bool = True
     permutation_invariant: bool = False
     batch_invariant: bool = False

@@ -22,7 +22,7 @@ from references.tensor_level import examine
 
 NAME = "moe"
 GEMMS = frozenset({"accumulator", "promotion", "split_k", "subnormals"})
-STORED = frozenset({"fc1_dtype", "activation_dtype", "fc2_dtype", "weighted_dtype"})
+STORED = frozenset({"fc1_dtype", "activation_dtype", "fc2_dtype", "weighted_dtype", "combine_dtype"})
 SWIGLU = frozenset({"sigmoid", "exp_error", "exp_slope", "tanh_error", "division_error"})
 PAYLOAD = frozenset({"payload_arithmetic", "payload_error"})
 SCALE = frozenset({"scale_arithmetic", "scale_error", "scale_floor", "amax_floor"})

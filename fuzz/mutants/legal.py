@@ -138,6 +138,13 @@ def _stored_bf16(terms: Tensor) -> Tensor:
     return round_to(round_to(terms, F32), torch.bfloat16).sum(dim=1)
 
 
+def _added_in_bf16(terms: Tensor) -> Tensor:
+    total = torch.zeros_like(terms[:, 0])
+    for place in reversed(range(terms.shape[1])):
+        total = round_to(total + round_to(terms[:, place], torch.bfloat16), torch.bfloat16)
+    return total
+
+
 def _swiglu_of_bf16(sums: Tensor, gate_first: bool, limit: float | None) -> Tensor:
     return moe.swiglu(round_to(sums, torch.bfloat16), gate_first, limit)
 
@@ -182,5 +189,11 @@ LEGAL: tuple[Mutant, ...] = (
     _legal("fc1-in-bf16", "moe", _layer(moe.Steps(activate=_swiglu_of_bf16)), {"fc1_dtype": "bf16"}),
     _legal("activation-in-bf16", "moe", _layer(moe.Steps(activate=_swiglu_to_bf16)), {"activation_dtype": "bf16"}),
     _legal("weighted-in-bf16", "moe", _layer(moe.Steps(combine=_stored_bf16)), {"weighted_dtype": "bf16"}),
+    _legal(
+        "added-in-bf16",
+        "moe",
+        _layer(moe.Steps(combine=_added_in_bf16)),
+        {"weighted_dtype": "bf16", "combine_dtype": "bf16"},
+    ),
 )
 """Each as a `Mutant` with nothing wrong."""

@@ -14,7 +14,8 @@ r came from, D - r is requantisation's own: what flipping codes adds.
 **Combination.** Terms w y are FP32 products, added in FP32 in any order, multiplied by the routed scaling factor at the
 weights, the terms or the sum: k + 1 roundings of u = 2^-24, one more where the factor is not 1, of the sum of the
 terms' magnitudes; and 2^-126 each where something may underflow. Where terms are certain and all multiples of some 2^q
-within 24 bits of their sum, nothing is rounded at all.
+within 24 bits of their sum, nothing is rounded at all. A sum that is held in BF16 (``combine_dtype``) is rounded k
+times more within 2^-8, k - 1 times where terms are BF16 themselves, and exact within 8 bits.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ STAGES = ("input_quantisation", "fc1", "activation", "requantisation", "fc2", "c
 """Where a radius may come from; ``output_rounding`` is the seventh."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEAST_NORMAL = 2.0**-126
+U_BF16 = 2.0**-8
 ROWS = {"cpu": 2**8, "cuda": 2**12}
 """Tokens of experts whose intermediates are held together, by device type; experts with more are taken one by one."""
 
@@ -148,7 +150,7 @@ def admissible_moe(
             answer.radii.index_add_(1, part.rows, terms.radii)
             size.index_add_(0, part.rows, terms.centre.abs() + terms.total)
             unit[part.rows] = torch.minimum(unit[part.rows], least_bit(terms.centre))
-    return _answer(_combined(answer, size, unit, ids.shape[1], config), config.dtype, recipe)
+    return _answer(_combined(answer, size, unit, ids.shape[1], config, recipe), config.dtype, recipe)
 
 
 @dataclass(frozen=True)
@@ -236,10 +238,14 @@ def _attributed(h: Parts, reach: Tensor) -> Tensor:
     return Parts(h.centre, share * kept).plus("requantisation", reach - kept).radii
 
 
-def _combined(answer: Parts, size: Tensor, unit: Tensor, topk: int, config: MoeConfig) -> Parts:
+def _combined(answer: Parts, size: Tensor, unit: Tensor, topk: int, config: MoeConfig, recipe: Recipe) -> Parts:
     roundings = topk + 1 + (config.scaling != 1)
     error = size * (gamma(roundings, U32) + gamma(topk + 1, U64)) + roundings * LEAST_NORMAL
-    exact = (answer.total == 0) & on_lattice(size, unit, 24) & ((unit >= -126) | (size == 0))
+    if recipe.combine_dtype == "bf16":
+        # Each addition rounds a partial sum that FP32's roundings have already moved; the first adds to zero.
+        error = error + gamma(topk - (recipe.weighted_dtype == "bf16"), U_BF16) * (size + error)
+    digits = 8 if recipe.combine_dtype == "bf16" else 24
+    exact = (answer.total == 0) & on_lattice(size, unit, digits) & ((unit >= -126) | (size == 0))
     return answer.plus("combine", torch.where(exact, 0.0, error))
 
 

@@ -35,7 +35,7 @@ SPREADS = 9.0
 FLIP = 2.0**-10
 """A reach above this part of a value is another code: neighbouring codes are at least 2^-4 apart."""
 UNITS = {"fp32_rn": U32, "fp64": U64}
-STORED = ("fc1_dtype", "activation_dtype", "fc2_dtype", "weighted_dtype")
+STORED = ("fc1_dtype", "activation_dtype", "fc2_dtype", "weighted_dtype", "combine_dtype")
 
 
 def expectation(

@@ -1,5 +1,7 @@
 """The judge of expert layers: what is legal passes, planted faults do not, and a verdict names the stage."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from conformance.backends.torch_ops import TorchBackend
 from conformance.operations import OPERATIONS, moe
 from fuzz.case import Case
 from fuzz.grammar import MOE_SCALES, MOE_VALUES
+from fuzz.mutants import legal
 from references.moe import STAGES
 from references.recipes import Recipe
 
@@ -128,6 +131,21 @@ def test_legal_variants_are_never_outside(name):
         case, inputs = draw(10 + seed, **TINY, values=values, out=("fp32", "bf16")[seed % 2])
         verdict = judge(case, layer(case, inputs), recipe, inputs)
         assert verdict.verdict == "pass", verdict.message
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_added_in_bf16_need_to_be_declared(seed):
+    case, inputs = draw(
+        20 + seed, **(TINY | {"experts": 6, "topk": 5}), values=("normal", "outliers")[seed % 2], out="bf16"
+    )
+    (mutant,) = (one for one in legal.LEGAL if one.family.endswith("added-in-bf16"))
+    output = mutant.answer(case, inputs)["output"]
+    stored = Recipe(source="a test", weighted_dtype="bf16")
+    declared = dataclasses.replace(stored, combine_dtype="bf16")
+    assert judge(case, output, declared, inputs).verdict == "pass"
+    assert judge(case, output, stored, inputs).verdict == "wrong"
+    alone = Recipe(source="a test", combine_dtype="bf16")  # one more rounding stands for the terms' own
+    assert judge(case, output, alone, inputs).verdict == "pass"
 
 
 @pytest.mark.parametrize("variant", ["mxfp8", "w4a8", "w4a16", "bf16", "nvfp4", "fp8_per_tensor"])
