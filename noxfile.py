@@ -46,7 +46,7 @@ def python(session: nox.Session, *arguments: str) -> None:
     if not STAMP.exists() or STAMP.read_text() != wanted:
         session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(ENVIRONMENT), external=True)
         install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *constraints)
-        session.run(PYTHON, *install, "-e", ".[torchao]", *LINT, external=True)
+        session.run(PYTHON, *install, "-e", ".[torchao,fast]", *LINT, external=True)
         session.run(PYTHON, *install, "--no-deps", "-r", str(NO_DEPENDENCIES), external=True)
         STAMP.write_text(wanted)
     session.run(PYTHON, *arguments, external=True)

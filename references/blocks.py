@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from references import ue8m0
+from references import compiled, ue8m0
 from references.chunks import empty, in_stripes, row_pieces
-from references.elements import E4M3FN, decode, decode_into, encode, encode_into
+from references.elements import E4M3FN, decode, decode_into, encode, encode_into, encode_table
 from references.recipes import Recipe
 from references.rounding import round_to
 from references.schemes import Block, Scheme
@@ -88,9 +88,12 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     height, width = block_size(tuple(x.shape), block)
     grid = scale_grid(tuple(x.shape), block)
     by_row = torch.empty(x.shape[0], grid[1], dtype=torch.int32, device=x.device)
-    for rows in row_pieces(x.shape[0], x.shape[1], x.device):
-        # Magnitudes are in the order of their bits, NaN above infinity, and the largest integer is found sooner.
-        by_row[rows] = _by_block(x[rows].to(F32).view(torch.int32) & 0x7FFFFFFF, width).amax(2)
+    if compiled.pays(x):
+        compiled.block_maxima(x, width, by_row)
+    else:
+        for rows in row_pieces(x.shape[0], x.shape[1], x.device):
+            # Magnitudes are in the order of their bits, NaN above infinity, and the largest integer is found sooner.
+            by_row[rows] = _by_block(x[rows].to(F32).view(torch.int32) & 0x7FFFFFFF, width).amax(2)
     if height == 1:
         return by_row.view(F32)
     missing = -x.shape[0] % height
@@ -154,29 +157,32 @@ def divisor(scales: Tensor, scheme: Scheme, global_scale: Tensor | None = None) 
     return single * global_value(global_scale, scales.device).to(F32) if scheme.two_level else single
 
 
-def quotient_rows(
-    x: Tensor, divisors: Tensor, amax: Tensor | None, scheme: Scheme, recipe: Recipe, rows: slice
-) -> Tensor:
-    """The given rows of x, scaled to the payload's range in FP32 as the recipe says, ``[rows, k]`` contiguous.
+def payload_factors(divisors: Tensor, amax: Tensor | None, scheme: Scheme, recipe: Recipe) -> tuple[Tensor, bool]:
+    """The FP32 grid that brings elements to the payload's range as the recipe says, and whether as a factor.
 
-    divisors: FP32 grid. amax: FP32 grid, for ``amax_reciprocal`` only. ``approximate`` counts as ``divide``. Zero
-    elements stay zero whatever the scale, since a zero block has a zero payload. FP32 division and multiplication by
-    tensors are correctly rounded on CPU and CUDA.
+    divisors: FP32 grid. amax: FP32 grid, for ``amax_reciprocal`` only. ``approximate`` counts as ``divide``.
     """
-    shape = tuple(x.shape)
-    width = block_size(shape, scheme.block)[1]
-    values = _by_block(x[rows].to(F32), width)
     if recipe.payload_arithmetic == "amax_reciprocal":
         if amax is None:
             raise ValueError("blocks: payload_arithmetic=amax_reciprocal needs FP32 scales, one level")
         # Both operands tensors: torch turns number / tensor into a product with the reciprocal.
         factor = torch.full_like(amax, scheme.element.max, dtype=F64) / amax.to(F64)
-        scaled = values * grid_rows(round_to(factor, F32).to(F32), scheme.block, shape, rows).unsqueeze(2)
-    elif recipe.payload_arithmetic == "reciprocal":
-        inverse = round_to(1.0 / divisors.to(F64), F32).to(F32)
-        scaled = values * grid_rows(inverse, scheme.block, shape, rows).unsqueeze(2)
-    else:
-        scaled = values / grid_rows(divisors, scheme.block, shape, rows).unsqueeze(2)
+        return round_to(factor, F32).to(F32), True
+    if recipe.payload_arithmetic == "reciprocal":
+        return round_to(1.0 / divisors.to(F64), F32).to(F32), True
+    return divisors, False
+
+
+def quotient_rows(x: Tensor, factors: Tensor, multiply: bool, block: Block, rows: slice) -> Tensor:
+    """The given rows of x, scaled to the payload's range in FP32, ``[rows, k]`` contiguous.
+
+    factors, multiply: of `payload_factors`. FP32 division and multiplication by tensors are correctly rounded on CPU
+    and CUDA.
+    """
+    shape = tuple(x.shape)
+    values = _by_block(x[rows].to(F32), block_size(shape, block)[1])
+    by_row = grid_rows(factors, block, shape, rows).unsqueeze(2)
+    scaled = values * by_row if multiply else values / by_row
     return scaled.flatten(1)[:, : shape[1]].contiguous()
 
 
@@ -205,15 +211,25 @@ def quantize(
 def nominal_payload(
     x: Tensor, scales: Tensor, scheme: Scheme, recipe: Recipe, *, global_scale: Tensor | None = None
 ) -> Tensor:
-    """The payload codes uint8 ``[m, k]`` of a matrix under given scale values, FP64 grid."""
-    _check_grid(scales, scheme.block, tuple(x.shape))
+    """The payload codes uint8 ``[m, k]`` of a matrix under given scale values, FP64 grid.
+
+    Zero elements stay zero where scales are zero, since a zero block has a zero payload.
+    """
+    shape, block = (x.shape[0], x.shape[1]), scheme.block
+    _check_grid(scales, block, shape)
     divisors = divisor(scales, scheme, global_scale)
     amax = payload_amax(x, scheme, recipe)
-    zero_divisors = bool((divisors == 0).any()) or amax is not None
-    out = empty((x.shape[0], x.shape[1]), torch.uint8, x.device)
-    for rows in row_pieces(x.shape[0], x.shape[1], x.device):
-        scaled = quotient_rows(x, divisors, amax, scheme, recipe, rows)
-        if zero_divisors:
+    factors, multiply = payload_factors(divisors, amax, scheme, recipe)
+    keep_zeros = bool((divisors == 0).any()) or amax is not None
+    out = empty(shape, torch.uint8, x.device)
+    if compiled.pays(x):
+        table, shift = encode_table(scheme.element, x.device)
+        by_row, width = grid_rows(factors, block, shape, slice(0, shape[0])), block_size(shape, block)[1]
+        compiled.payload(x, by_row, width, table, shift, out, multiply=multiply, keep_zeros=keep_zeros)
+        return out
+    for rows in row_pieces(*shape, x.device):
+        scaled = quotient_rows(x, factors, multiply, block, rows)
+        if keep_zeros:
             values = x[rows].to(F32)
             scaled = torch.where(values == 0, values, scaled).contiguous()  # the strides of x may win
         encode_into(scaled.view(-1), scheme.element, out[rows].view(-1))

@@ -209,6 +209,13 @@ def encode_into(values: Tensor, element: Element, out: Tensor, overflow: Overflo
     torch.index_select(_encode_table(element, overflow, values.dtype, values.device), 0, index, out=out)
 
 
+def encode_table(element: Element, device: torch.device) -> tuple[Tensor, int]:
+    """What encodes an FP32 number, ties to even and saturating: codes uint8 ``[16384]``, and how an index into them
+    comes about: the number's bits shifted right by so many, the last bit that stays set if one that is lost was.
+    """
+    return _encode_table(element, "saturate", torch.float32, device), _KEYS[torch.float32].shift
+
+
 @lru_cache(maxsize=64)
 def _encode_table(element: Element, overflow: Overflow, dtype: torch.dtype, device: torch.device) -> Tensor:
     key = _KEYS[dtype]
