@@ -175,10 +175,11 @@ def _global_scale(text: str, name: str, values: str) -> Tensor:
 def fill(matrix: Matrix, profile: Callable[[Site], npt.NDArray[Any]], width: int) -> Tensor:
     """A matrix of bits of 8, 16 or 32, from what the profile gives for windows of rows."""
     out = torch.empty((matrix.rows, matrix.cols), dtype={8: torch.uint8, 16: torch.int16, 32: torch.int32}[width])
+    target = out.numpy().view(_UNSIGNED[width])  # torch would wake all of its threads for every copy
     step = max(1, CHUNK // matrix.cols)
     for start in range(0, matrix.rows, step):
         stop = min(start + step, matrix.rows)
-        out[start:stop] = _to_torch(profile(Site(matrix, start, stop)), width)
+        target[start:stop] = profile(Site(matrix, start, stop))
     return out
 
 

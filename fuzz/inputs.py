@@ -30,6 +30,7 @@ CHUNK = 2**16
 FP32 = FLOATS["fp32"]
 TORCH_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STORAGE: dict[int, Any] = {8: np.uint8, 16: np.int16, 32: np.int32}
+_UNSIGNED: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 _EXACT = ("pow2_edges", "rounding", "codes")  # profiles whose points need a power-of-two global scale
 
 
@@ -272,21 +273,23 @@ def _make(matrix: Matrix, rows: slice | None, profile: Callable[[Site], npt.NDAr
     first, last = _range(rows, matrix.rows)
     dtype = {8: torch.uint8, 32: torch.int32}[width]
     out = torch.empty((last - first, matrix.cols), dtype=dtype)
+    target = _unsigned(out, width)
     step = _chunk_rows(matrix.cols)
     for start in range(first, last, step):
         stop = min(start + step, last)
-        out[start - first : stop - first] = _to_torch(profile(Site(matrix, start, stop)), width)
+        target[start - first : stop - first] = profile(Site(matrix, start, stop))
     return out
 
 
 def _fill(out: Tensor, matrix: Matrix, first: int, last: int, profile: Callable[[Site], Any]) -> float:
     """Fill ``out`` with rows first..last and return the largest finite magnitude."""
     largest = 0.0
+    target = _unsigned(out, matrix.float_.width)
     step = _chunk_rows(matrix.cols)
     for start in range(first, last, step):
         stop = min(start + step, last)
         bits = profile(Site(matrix, start, stop))
-        out[start - first : stop - first] = _to_torch(bits, matrix.float_.width)
+        target[start - first : stop - first] = bits
         largest = max(largest, _largest(bits, matrix.float_))
     return largest
 
@@ -307,7 +310,12 @@ def _range(rows: slice | None, count: int) -> tuple[int, int]:
     return first, last
 
 
+def _unsigned(out: Tensor, width: int) -> npt.NDArray[Any]:
+    """A tensor's memory as NumPy's: torch would wake all of its threads for every small copy."""
+    return out.numpy().view(_UNSIGNED[width])
+
+
 def _to_torch(bits: npt.NDArray[Any], width: int) -> Tensor:
     """Bits as an integer tensor: uint8, or int16 and int32 of the same bits."""
-    unsigned = bits.astype({8: np.uint8, 16: np.uint16, 32: np.uint32}[width])
+    unsigned = bits.astype(_UNSIGNED[width])
     return torch.from_numpy(np.ascontiguousarray(unsigned).view(_STORAGE[width]))
