@@ -69,6 +69,8 @@ class CallReply:
     status: ``ok`` (outputs present), ``refused`` (it raised Unsupported), ``error`` (another exception), ``oom``,
         ``crash`` (the process died), ``hang`` (no answer within the deadline).
     inputs_changed: the inputs hash differently after the call. seconds: prepare and run, device synchronised.
+    suspect: not the call failed but the harness's own work in the backend's process, which is of no more use. The
+        backend is to blame if the judge's process can do that work.
     """
 
     status: CallStatus
@@ -77,6 +79,7 @@ class CallReply:
     inputs_changed: bool = False
     outputs: tuple[Wire, ...] = ()
     seconds: float = 0.0
+    suspect: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

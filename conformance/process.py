@@ -53,6 +53,17 @@ class WorkerFailed(Exception):  # noqa: N818 - named for what happened
     """A worker cannot be started or used at all; the message is one line."""
 
 
+class StartFailed(WorkerFailed):
+    """The interpreter or the source ended or raised before it could serve; the message is one line.
+
+    status: ``crash``, ``hang`` or ``oom``.
+    """
+
+    def __init__(self, status: CallStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class JudgeFailed(WorkerFailed):
     """The oracle gave no judgement; the message is one line.
 
@@ -146,11 +157,11 @@ class Worker:
     def call(
         self, case: str, backend: str, options: Mapping[str, str], deadline: float, inputs: Sequence[Wire] = ()
     ) -> CallReply:
-        """Call a backend once. Every failure of the backend is a reply.
+        """Call a backend once. Every failure of the backend is a reply, that of a source to start again included.
 
         options: call options; ``poison`` is ``nan`` or ``finite``. deadline: seconds from an imported source, and from
         inputs that take long to draw, to the whole answer. inputs: explicit ones instead of the case's own. Raises
-        `WorkerFailed` where no fresh worker starts or the harness itself fails.
+        `WorkerFailed` where no process can be made or the harness itself fails.
         """
         request = {"do": "call", "case": case, "backend": backend, "options": dict(options)}
         with self._busy:
@@ -162,6 +173,10 @@ class Worker:
                 started = time.monotonic()
                 frame = self._exchange(request, as_inputs(inputs), deadline)
                 reply = call_reply(frame)
+            except StartFailed as failure:  # whoever calls a backend has had it described, so it did start before
+                if self._closed:
+                    raise
+                return CallReply(status=failure.status, message=f"does not start again: {failure}")
             except _Ended as end:
                 return CallReply(status=end.status, message=str(end), seconds=time.monotonic() - started)
             except _Refused as error:
@@ -169,8 +184,8 @@ class Worker:
             except FrameError as error:
                 self.stop()
                 return CallReply(status="crash", message=f"protocol: {error}")
-            if frame.message["value"].get("lost"):
-                self.stop()  # the device's context is broken for every later call of this process
+            if reply.suspect or frame.message["value"].get("lost"):
+                self.stop()  # broken for every later call of this process
             return reply
 
     def judge(
@@ -240,7 +255,7 @@ class Worker:
                 raise WorkerFailed(f"{self.label}: {request['do']}: protocol: {error}") from None
 
     def _ensure(self) -> None:
-        """Have a process that has imported its source. Raises `WorkerFailed`."""
+        """Have a process that has imported its source. Raises `StartFailed`, or `WorkerFailed` if none can be made."""
         if self._process is not None and self._exited():
             self.died_idle = str(self._obituary())
         if self._process is not None:
@@ -252,10 +267,13 @@ class Worker:
             except (_Ended, OSError, FrameError) as error:
                 self._reap()
                 if attempt == 2 or self._closed:
-                    raise WorkerFailed(f"{self.label}: cannot start: {watch.one_line(str(error))}") from None
+                    line = f"{self.label}: cannot start: {watch.one_line(str(error))}"
+                    raise (
+                        StartFailed(error.status, line) if isinstance(error, _Ended) else WorkerFailed(line)
+                    ) from None
             except _Refused as error:
                 self._reap()
-                raise WorkerFailed(str(error)) from None
+                raise StartFailed("crash", str(error)) from None
 
     def _start(self) -> None:
         if self._closed:

@@ -27,6 +27,7 @@ def call_reply(frame: Frame) -> CallReply:
         inputs_changed=_get(value, "inputs_changed", bool),
         outputs=frame.tensors,
         seconds=float(_get(value, "seconds", int | float)),
+        suspect=_get(value, "suspect", bool),
     )
     if reply.status not in _STATUSES:
         raise FrameError(f"frame: {str(reply.status)[:80]!r} is no status of a call")

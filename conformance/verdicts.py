@@ -98,7 +98,12 @@ def _share(one: Wire | None, other: Wire | None) -> float:
 
 
 def to_judge(replies: Replies) -> list[tuple[Wire, ...]]:
-    """The distinct outputs of the calls, in order; none where a call failed."""
+    """The distinct outputs of the calls, in order; none where a call failed.
+
+    Where the harness's own work failed in the backend's process, an empty answer has the judge show that it can do it.
+    """
+    if replies[-1].suspect:
+        return [()]
     if replies[-1].status != "ok":
         return []
     return list(dict.fromkeys(reply.outputs for reply in replies))
@@ -106,6 +111,8 @@ def to_judge(replies: Replies) -> list[tuple[Wire, ...]]:
 
 def input_mismatch(replies: Replies, judged: Sequence[JudgeReply]) -> str | None:
     """One line if worker and oracle did not see the same inputs: then no verdict means anything."""
+    if replies[-1].suspect:
+        return None
     hashes = {reply.input_sha256 for reply in replies if reply.status == "ok"}
     expected = {reply.input_sha256 for reply in judged}
     if not judged or (hashes == expected and len(expected) == 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -38,21 +39,27 @@ class Callee:
         self._earlier: tuple[str, dict[str, Tensor]] | None = None
         self._drawn: tuple[str, dict[str, Tensor]] | None = None
         self._claims: dict[str, list[Claim]] = {}
+        self._home = _leave_default_device()
 
     def draw(self, text: str, options: Mapping[str, str]) -> None:
-        """Make what a call of this case will ask for, so that drawing it is no part of the call's time."""
+        """Make what a call of this case will ask for, so that drawing it is no part of the call's time.
+
+        What is raised here is raised again by the call, which knows what to make of it.
+        """
         case = Case.parse(text)
-        self._inputs(case, ())
-        if call_options.is_refilled(case) or {"stream", "graph"} & set(options):
-            self._drawn = (case.text, OPERATIONS[case.operation].inputs(call_options.sister(case)))
+        with suppress(Exception):
+            self._inputs(case, ())
+            if call_options.is_refilled(case) or {"stream", "graph"} & set(options):
+                self._drawn = (case.text, OPERATIONS[case.operation].inputs(call_options.sister(case)))
 
     def call(self, text: str, name: str, options: Mapping[str, str], given: Sequence[Wire] = ()) -> Reply:
         """A ``CallReply`` as plain data and its outputs.
 
         given: explicit inputs instead of the case's own. options: ``poison`` is ours (``nan`` or ``finite``, ``nan`` if
         absent), so are those of ``call_options``; the others reach the backend. A reply with ``lost`` says that the
-        device's context is beyond repair and this process useless.
-        Raises `ReportedError` where not the backend but the harness failed.
+        device's context is beyond repair and this process useless; one that is ``suspect``, that the harness's own
+        work failed in it.
+        Raises `ReportedError` for what cannot be asked.
         """
         backend = self.backends.get(name)
         if backend is None:
@@ -74,13 +81,13 @@ class Callee:
             others = self._others(case, carried, laid)
             earlier = self._sister(case) if not carried and call_options.is_refilled(case) else None
             buffers = Buffers(OPERATIONS[case.operation].outputs(case), self._device, poison)
+        except ReportedError:
+            raise
         except BaseException as error:
-            if not is_out_of_memory(error):
-                raise
-            return _reply(CallReply(status="oom", message=f"before the call: {one_line(error)}"))
+            return _own_failure("before the call", error)
 
         def call(arguments: Mapping[str, Tensor]) -> Any:
-            return backend.run(backend.prepare(case, arguments, own), dict(buffers.out))
+            return self._answered(backend, case, arguments, own, buffers)
 
         def made() -> Any:
             if earlier is not None:
@@ -102,12 +109,26 @@ class Callee:
             changed = self._changed(inputs, on_device, before)
             overrun = buffers.overrun()
         except BaseException as error:
-            if not is_out_of_memory(error):
-                raise
-            return _reply(CallReply(status="oom", message=f"after the call: {one_line(error)}"))
+            return _own_failure("after the call", error)
         if overrun is not None and reply.status == "ok":
             reply, outputs = CallReply(status="error", message=overrun, seconds=reply.seconds), ()
         return _reply(reply, outputs, input_sha256=digest, inputs_changed=changed)
+
+    def _answered(
+        self,
+        backend: Backend,
+        case: Case,
+        arguments: Mapping[str, Tensor],
+        options: Mapping[str, str],
+        buffers: Buffers,
+    ) -> Any:
+        """What the backend returns; the default device that its source was imported with is in force meanwhile."""
+        if self._home is not None:
+            torch.set_default_device(self._home)
+        try:
+            return backend.run(backend.prepare(case, arguments, options), dict(buffers.out))
+        finally:
+            _leave_default_device()
 
     def _inputs(self, case: Case, given: Sequence[Wire]) -> tuple[str, dict[str, Tensor]]:
         """The inputs on the CPU and their hash; those of the last case are kept, and `_changed` watches over them."""
@@ -170,7 +191,7 @@ class Callee:
         on_device = {key: move(tensor, self._device) for key, tensor in twin.inputs.items()}
         buffers = Buffers(OPERATIONS[case.operation].outputs(twin.case), self._device, poison)
         try:
-            parts = backend.run(backend.prepare(twin.case, on_device, {}), dict(buffers.out))
+            parts = self._answered(backend, twin.case, on_device, {}, buffers)
             self._synchronise()
         except Unsupported:
             return ()
@@ -247,6 +268,27 @@ class Callee:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _leave_default_device() -> torch.device | None:
+    """Have new tensors on the CPU again, whatever a backend has left behind; the device that it had set, if any."""
+    try:
+        device = torch.get_default_device()
+    except (RuntimeError, AssertionError):  # one that is not here: torch asks for a tensor there
+        device = None
+    if device is not None and device.type == "cpu":
+        return None
+    torch.set_default_device(None)
+    return device
+
+
+def _own_failure(when: str, error: BaseException) -> Reply:
+    """The reply where the harness's own work failed in the backend's process."""
+    line = one_line(error)
+    if is_out_of_memory(error):
+        return _reply(CallReply(status="oom", message=f"{when}: {line}"))
+    message = f"its process is spoiled: {when} the harness's own work failed there: {line}"
+    return _reply(CallReply(status="crash", message=message, suspect=True))
 
 
 def _reply(reply: CallReply, outputs: tuple[Wire, ...] = (), **changes: Any) -> Reply:

@@ -285,6 +285,25 @@ def test_an_oracle_that_fails_is_replaced_once_and_then_stops_the_run(tmp_path: 
         execute(tmp_path, [target("a")], oracle=Broken)
 
 
+def test_a_spoiled_process_is_the_backend_s_crash_if_the_oracle_can_do_what_failed_there(tmp_path: Path) -> None:
+    def spoiled(case: Case, poison: str, before: int) -> CallReply:
+        return CallReply(status="crash", message="its process is spoiled", suspect=True)
+
+    class Able(FakeOracle):
+        def judge(self, case: str, recipe: Any, wires: Sequence[Wire], deadline: float) -> JudgeReply:
+            return super().judge(case, recipe, wires, deadline) if wires else JudgeReply(input_sha256="", parts=[])
+
+    class Unable(FakeOracle):
+        def judge(self, *_: Any) -> JudgeReply:
+            raise ConnectionError("ours")
+
+    records, _ = execute(tmp_path, [target("a"), target("b", spoiled)], oracle=Able)
+    assert {record.verdict for record in records if record.backend == "a"} == {"pass"}
+    assert {record.verdict for record in records if record.backend == "b"} == {"crash"}
+    with pytest.raises(HarnessError, match=r"the oracle failed on .*: ConnectionError: ours"):
+        execute(tmp_path, [target("b", spoiled)], oracle=Unable)
+
+
 def test_an_error_of_ours_is_a_harness_error(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="the engine failed: ZeroDivisionError"):
         execute(tmp_path, [target("a", lambda *_: 1 // 0)])

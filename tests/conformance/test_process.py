@@ -233,6 +233,58 @@ def test_another_default_dtype_does_not_reach_the_next_inputs(hostile: Worker):
     assert call(hostile, "zeros", case=OTHER).input_sha256 == before.input_sha256
 
 
+def test_another_default_device_does_not_reach_the_next_inputs(hostile: Worker):
+    before = call(hostile, "zeros", case=OTHER)
+    reply = call(hostile, "other_default_device")
+    assert (reply.status, reply.message) == ("ok", "")
+    assert call(hostile, "zeros", case=OTHER).input_sha256 == before.input_sha256
+
+
+HOMELY = """
+import torch
+torch.set_default_device("meta")
+from {module} import Hostile
+def where(x, out):
+    assert torch.zeros(1).device.type == "meta"
+    out["scales"].zero_()
+    return out
+def backends():
+    return [Hostile("where", where)]
+"""
+
+
+def test_a_default_device_that_a_source_sets_is_in_force_in_its_own_calls_only(tmp_path: Path):
+    (tmp_path / "hostile.py").write_text((PLUGINS / "hostile.py").read_text())
+    (tmp_path / "homely.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{HOMELY.format(module='hostile')}"
+    )
+    with Worker(plugin(tmp_path / "homely.py")) as worker:
+        for _ in range(2):
+            reply = call(worker, "where")
+            assert (reply.status, reply.message, reply.outputs) == ("ok", "", ZEROS.outputs)
+
+
+def test_a_process_that_a_backend_has_spoiled_costs_one_reply(hostile: Worker):
+    reply = call(hostile, "spoil")
+    assert (reply.status, reply.suspect, hostile.pid) == ("crash", True, None)
+    assert_matches(r"its process is spoiled: after the call the harness's own work failed there: Typ", reply.message)
+    assert_still_works(hostile)
+
+
+def test_a_source_that_does_not_start_again_costs_its_calls_and_nothing_else(tmp_path: Path):
+    mark = f"mark = pathlib.Path({str(tmp_path / 'mark')!r})"
+    once = f"import pathlib\n{mark}\nif mark.exists():\n    raise OSError('in use')\nmark.touch()\n"
+    (tmp_path / "once.py").write_text(once + (PLUGINS / "hostile.py").read_text())
+    with Worker(plugin(tmp_path / "once.py")) as worker:
+        assert_still_works(worker)
+        assert call(worker, "exit_zero").status == "crash"
+        reply = call(worker, "zeros")
+        assert (reply.status, reply.suspect) == ("crash", False)
+        assert_matches(
+            r"does not start again: plugin once\.py: OSError: in use \(in <module>, once\.py:", reply.message
+        )
+
+
 @pytest.mark.parametrize(("poison", "byte"), [("nan", 0xFF), ("finite", 0x5A)])
 def test_an_unwritten_buffer_comes_back_poisoned(hostile: Worker, poison: str, byte: int):
     reply = call(hostile, "untouched", poison=poison)

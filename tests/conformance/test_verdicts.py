@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -208,3 +209,11 @@ def test_long_messages_are_cut() -> None:
     message = SUBJECT.record("call", "error", "x" * 5000).message
     assert len(message) == verdicts.MAX_MESSAGE
     assert message.endswith("...")
+
+
+def test_the_judge_has_to_show_that_it_can_do_what_failed_in_a_backend_s_process() -> None:
+    spoiled = replace(bad("crash"), suspect=True)
+    assert to_judge((spoiled,)) == to_judge((ok(), spoiled)) == [()]
+    assert input_mismatch((spoiled,), [answer()]) is None
+    (record,) = decide(SUBJECT, (spoiled,), [answer()], alone=(spoiled,))
+    assert (record.part, record.verdict) == ("call", "crash")

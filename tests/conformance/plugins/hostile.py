@@ -240,6 +240,17 @@ def other_default_dtype(x, out):
     return zeros(x, out)
 
 
+def other_default_device(x, out):
+    torch.set_default_device("meta")
+    return zeros(x, out)
+
+
+def spoil(x, out):
+    """Nothing can be compared in this process any more."""
+    torch.equal = None
+    return zeros(x, out)
+
+
 def context_lost(x, out):
     """An index out of range, which a CUDA kernel asserts on: nothing runs in this process's context afterwards."""
     return {"scales": zeros(x, out)["scales"][torch.full_like(x, 10**9, dtype=torch.int64)]}
@@ -294,6 +305,8 @@ DEEDS = (
     unprintable,
     verbose,
     other_default_dtype,
+    other_default_device,
+    spoil,
     context_lost,
     device_hog,
     device_spin,
