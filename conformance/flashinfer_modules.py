@@ -31,6 +31,8 @@ MODULES = (
     "quantization",
     "monomoe",
 )
+EXTRA = ("fused_moe_90",)
+"""Built when they are named: hundreds of sources (`conformance.flashinfer_moe_module` takes fewer)."""
 HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand", "nvrtc.h": "nvidia-cuda-nvrtc"}
 """Headers that small CUDA toolkits lack, and the wheels that hold them."""
 USED = (
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.flashinfer_modules", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     build_options = commands.add_parser("build", help="compile modules")
-    build_options.add_argument("module", nargs="*", default=list(MODULES), help=f"of {', '.join(MODULES)}")
+    build_options.add_argument("module", nargs="*", default=list(MODULES), help=f"of {', '.join((*MODULES, *EXTRA))}")
     build_options.add_argument("--arch", default=ARCHITECTURES, help="as FLASHINFER_CUDA_ARCH_LIST wants it")
     pack_options = commands.add_parser("pack", help="write what a GPU host needs")
     pack_options.add_argument("file", type=Path, help="such as flashinfer.tar.xz")
@@ -61,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "pack":
             print(f"{pack(options.file)} files, {options.file.stat().st_size / 1e6:.1f} MB in {options.file}")
             return 0
-        unknown = sorted(set(options.module) - set(MODULES))
+        unknown = sorted(set(options.module) - {*MODULES, *EXTRA})
         if unknown:
-            raise LookupError(f"unknown module {unknown[0]!r}; known: {', '.join(MODULES)}")
+            raise LookupError(f"unknown module {unknown[0]!r}; known: {', '.join((*MODULES, *EXTRA))}")
         return build(options.module, options.arch)
     except (ImportError, LookupError, OSError) as error:
         print(f"conformance: {' '.join(str(error).split())}", file=sys.stderr)
@@ -158,7 +160,7 @@ def pack(file: Path) -> int:
     chosen |= {path for path in package.rglob("*.json") if path.parent in {source.parent for source in chosen}}
     data = package / "data"
     chosen |= {path for folder in RUN_TIME_DATA for path in (data / folder).rglob("*") if path.is_file()}
-    chosen |= set((data / "aot").glob("*/*.so"))
+    chosen |= {*(data / "aot").glob("*/*.so"), *(data / "aot").glob(f"*/{modules.FORMATS}")}
     info = f"{modules.DISTRIBUTION.replace('-', '_')}-{modules.version()}.dist-info"
     about = Path(str(distribution(modules.DISTRIBUTION).locate_file(f"{info}/METADATA")))
     with tarfile.open(file, "w:xz") as archive:

@@ -28,8 +28,13 @@ GENERATORS: Mapping[str, tuple[str, str]] = {
     "fp4_quantization_100": ("flashinfer.quantization.fp4_quantization", "gen_fp4_quantization_sm100_module"),
     "monomoe": ("flashinfer.jit.monomoe", "gen_monomoe_module"),
     "quantization": ("flashinfer.jit.quantization", "gen_quantization_module"),
+    "fused_moe_90": ("flashinfer.jit.fused_moe", "gen_cutlass_fused_moe_sm90_module"),
 }
 """Module -> where its specification is made. Both differ between releases; what is missing is not offered."""
+FORMATS = "formats"
+"""The file beside a module that names the formats it was compiled for; without it, all."""
+LEFT_OUT = "left out of this build"
+"""What a tactic says that `conformance.flashinfer_moe_module` did not compile."""
 
 
 def version() -> str:
@@ -101,3 +106,11 @@ def ready(name: str) -> bool:
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     return True
+
+
+def formats(name: str) -> frozenset[str] | None:
+    """The formats that a prebuilt module was compiled for, None where nothing is said of them."""
+    folder = attribute("flashinfer.jit.env", "FLASHINFER_AOT_DIR")
+    if folder is None or not (folder / name / FORMATS).exists():
+        return None
+    return frozenset((folder / name / FORMATS).read_text().split())
