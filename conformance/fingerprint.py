@@ -238,8 +238,11 @@ def _prepared_quantize(claim: Claim, words: dict[str, str]) -> Prepared | None:
         recipe = recipe.only(quantize_choices(case.variant))
         free = recipe.scale_arithmetic == "approximate"
         policy = case["scale"] if found.kind.scale == "ue8m0" else recipe.scale_arithmetic
+        product = f"{policy} by reciprocal"
+        edges = product if recipe.scale_arithmetic == "reciprocal" and product in found.edge_answers else policy
         answers = {
             "scale policy": (policy, (lambda measured: None) if free else _one_of(policy)[1]),
+            "scale at the last bit": (edges, (lambda measured: None) if free else _one_of(edges)[1]),
             "ties": _exactly("nearest even"),
             "overflow": ("saturates", lambda measured: measured in ("saturates", "does not occur")),
         }

@@ -7,7 +7,7 @@ between codes and all points a quarter of a step above a code, of either sign.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,13 +16,18 @@ from torch import Tensor
 from fuzz.case import Case
 from fuzz.inputs import TORCH_FLOATS, build, element_of
 from references import ue8m0
+from references.blocks import scales_from_amax
 from references.elements import E2M1, E2M3, E3M2, E4M3FN, E5M2, Element, decode, encode
 from references.packing import unpack_fp4
+from references.recipes import Recipe
 from references.schemes import Scheme, scheme
 
 AMAX_ELEMENTS = {"amax_e4m3": E4M3FN, "amax_e5m2": E5M2, "amax_e2m1": E2M1, "amax_e2m3": E2M3, "amax_e3m2": E3M2}
 LADDER = 128
 """Maxima (1 + i / 128) 2^3: every BF16 significand."""
+EDGES = (-12, -5, 0, 3, 9, 20, 33)
+"""Exponents k of the maxima at which policies turn: the element's largest number, its power of two and the edge of
+``even``, times 2^k, with the FP32 numbers beside them. Above the floors in use, below overflow."""
 Found = dict[str, str]
 
 
@@ -60,7 +65,19 @@ class QuantizeProbe:
         ties = [*self._between(0.5), *self._between(0.25)]
         per = width - 1
         rows = [("ties", [self._anchor, *ties[start : start + per]]) for start in range(0, len(ties), per)]
-        return [*ladder, ("zero", [0.0]), ("tiny", [self.tiny]), ("over", [self._over]), *rows]
+        edges = [("edge", [amax]) for amax in self._edges()]
+        return [*ladder, ("zero", [0.0]), ("tiny", [self.tiny]), ("over", [self._over]), *rows, *edges]
+
+    def _edges(self) -> list[float]:
+        """Maxima whose last bit decides the scale; none where the scale is no power of two or the input no FP32."""
+        if self.kind.scale != "ue8m0" or self.case["dtype"] != "fp32":
+            return []
+        even = 2.0 - 2.0 ** -(self.element.mantissa_bits + 1)
+        power = 2.0**self.element.emax
+        middle = torch.tensor([edge * 2.0**k for k in EDGES for edge in (self.element.max, power, even * power)])
+        beside = [torch.nextafter(middle, torch.tensor(end)) for end in (0.0, torch.inf)]
+        found: list[float] = torch.cat([middle, *beside]).tolist()
+        return found
 
     @property
     def tiny(self) -> float:
@@ -118,7 +135,27 @@ class QuantizeProbe:
         found["scale of a tiny block"] = self.shown(scales[names.index("tiny")])
         found["ties"] = self._ties(by_block)
         found["overflow"] = self._overflow(by_block[names.index("over"), 0], scales[names.index("over")])
+        if "edge" in names:
+            found["scale at the last bit"] = self._at_edges(scales[names.index("edge") :].view(torch.uint8))
         return found
+
+    @cached_property
+    def edge_answers(self) -> dict[str, Tensor]:
+        """Policy -> its scales at the edges; ``POLICY by reciprocal`` too where a product with 1 / max gives others."""
+        amax = torch.tensor(self._edges(), dtype=torch.float32)
+        found = {}
+        for policy in ue8m0.AMAX_POLICIES:
+            kind = replace(self.kind, policy=policy)
+            found[policy] = scales_from_amax(amax, kind, Recipe(source="docs/probe.md"))
+            product = scales_from_amax(amax, kind, Recipe(source="docs/probe.md", scale_arithmetic="reciprocal"))
+            if not torch.equal(product, found[policy]):
+                found[f"{policy} by reciprocal"] = product
+        return found
+
+    def _at_edges(self, codes: Tensor) -> str:
+        matching = [name for name, scales in self.edge_answers.items() if torch.equal(scales, codes)]
+        unlike = int((self.edge_answers[self.case["scale"]] != codes).sum())
+        return ", ".join(matching) or f"none of the known ({unlike} of {len(codes)} unlike {self.case['scale']})"
 
     def _policies(self, scales: Tensor) -> list[str]:
         amax = torch.tensor([numbers[0] for _, numbers in self._blocks[:LADDER]], dtype=torch.float32)

@@ -152,6 +152,39 @@ def test_quantisers_read_as_they_are(name: str, recipe: Recipe, expected: tuple[
     assert read(probe, *answers(probe, recipe)) == dict(zip(properties, expected, strict=True))
 
 
+def at_last_bit(policy: str, change: Callable[[Tensor, Tensor], Tensor], element: str = "mxfp8") -> str:
+    case = Case.parse(QUANTIZE[element].replace("bf16", "fp32"))
+    case = case.replace(**{**QuantizeProbe.sizes(case), "scale": policy})
+    probe = QuantizeProbe(case)
+    scales, payload = answers(probe, Recipe(source="here"))
+    amax = probe.inputs()["x"].abs().amax(1, keepdim=True).to(torch.float64)
+    found = read(probe, change(amax, scales), payload)
+    assert policy in found["scale policy"].split(", ")
+    return found["scale at the last bit"]
+
+
+def through_log2(amax: Tensor, scales: Tensor) -> Tensor:
+    logarithm = torch.log2(amax.to(torch.float32) / 448.0).to(torch.float32)
+    return torch.where(amax > 0, logarithm.ceil() + 127, 0.0).clamp(min=0).to(torch.uint8)
+
+
+def test_a_logarithm_shows_at_the_last_bit_alone() -> None:
+    assert at_last_bit("ceil", lambda amax, scales: scales) == "ceil, ceil_clamped"
+    assert at_last_bit("ceil", through_log2).startswith("none of the known (")
+    assert at_last_bit("floor", lambda amax, scales: scales) == "floor"
+    assert at_last_bit("even", lambda amax, scales: scales, "mxfp4") == "even"
+
+
+def test_edges_turn_the_scale_of_every_policy() -> None:
+    case = Case.parse(QUANTIZE["mxfp8"].replace("bf16", "fp32"))
+    edges = QuantizeProbe(case.replace(**QuantizeProbe.sizes(case))).edge_answers
+    assert len({tuple(codes.tolist()) for codes in edges.values()}) >= 4  # ceil and ceil_clamped agree here
+    for name, codes in edges.items():
+        middle, below, above = codes.to(torch.int64).chunk(3)
+        turns = (middle != below) | (above != middle)
+        assert int(turns.sum()) >= 7, name
+
+
 def encoded(probe: QuantizeProbe, step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
     """Payload by plain search: step(lower index, share of the step, negative) -> index of the code taken."""
     scales, _ = answers(probe, Recipe(source="here"))
