@@ -55,27 +55,32 @@ def pieces(count: int, device: torch.device) -> Iterator[slice]:
 
 def row_pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
     """Slices of rows that cover a ``[rows, columns]`` matrix; all but the last have an even number of rows."""
-    step = max(2, limit(device) // max(columns, 1) // 2 * 2)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return _row_slices(0, rows, limit(device) // max(columns, 1))
 
 
-def in_stripes(work: Callable[[Iterator[slice]], None], rows: int, columns: int, device: torch.device) -> None:
+def _row_slices(start: int, stop: int, height: int) -> Iterator[slice]:
+    step = max(2, height // 2 * 2)
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
+
+
+def in_stripes(
+    work: Callable[[Iterator[slice]], None], rows: int, columns: int, device: torch.device, *, one_pass: bool = False
+) -> None:
     """``work`` on the row pieces of a ``[rows, columns]`` matrix, in stripes for torch's threads if it is large.
 
     torch looks one-dimensional tables up on one thread, whatever else it does on several.
+    one_pass: whether the work passes over its pieces once, so that small ones have no use in a cache.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or rows * columns < STRIPES_FROM:
-        work(row_pieces(rows, columns, device))
+        work(_row_slices(0, rows, STRIPE_ELEMENTS // columns) if one_pass else row_pieces(rows, columns, device))
         return
     height = -(-rows // threads // 2) * 2
     stripes = [(start, min(start + height, rows)) for start in range(0, rows, height)]
 
     def stripe(bounds: tuple[int, int]) -> None:
-        start, stop = bounds
-        step = max(2, STRIPE_ELEMENTS // columns // 2 * 2)
-        work(slice(first, min(first + step, stop)) for first in range(start, stop, step))
+        work(_row_slices(*bounds, STRIPE_ELEMENTS // columns))
 
     list(_threads(threads).map(stripe, stripes))
 

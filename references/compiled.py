@@ -126,7 +126,7 @@ def block_maxima(x: Tensor, width: int, out: Tensor) -> None:
         for rows in pieces:
             compiled.row_maxima(_full_blocks(x[rows], width).view(np.uint32), width, out[rows].numpy().view(np.uint32))
 
-    in_stripes(fill, x.shape[0], x.shape[1], x.device)
+    in_stripes(fill, x.shape[0], x.shape[1], x.device, one_pass=True)
 
 
 def payload(
@@ -147,7 +147,7 @@ def payload(
                 values, numbers[rows], width, multiply, keep_zeros, codes, shift, out[rows].numpy()
             )
 
-    in_stripes(fill, x.shape[0], x.shape[1], x.device)
+    in_stripes(fill, x.shape[0], x.shape[1], x.device, one_pass=True)
 
 
 def _required() -> Kernels:
