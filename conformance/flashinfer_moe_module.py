@@ -2,9 +2,9 @@
 
 The module of FlashInfer's CUTLASS expert layers is made of 248 sources, most of them tactics for FP16, INT4 and other
 formats than the backend ``flashinfer_moe`` claims. Here its runners are compiled for the claimed formats, each with the
-tile that is FlashInfer's default and a few others (`TILES`), every tactic in a file of its own. What is left out
-becomes a function that throws FlashInfer's own exception, which it takes for a tactic that does not fit: tactics keep
-their numbers. No GPU is needed; nvcc 12.8 or later and FlashInfer's sources are.
+tile that is FlashInfer's default and a few others (`TILES`). What is left out becomes a function that throws
+FlashInfer's own exception, which it takes for a tactic that does not fit: tactics keep their numbers. No GPU is needed;
+nvcc 12.8 or later and FlashInfer's sources are.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ MIXED_TILES = (
 """Those of BF16 times MXFP4: the default, the one by which the workspace is measured, two more."""
 DENSE = {"bf16": ("__nv_bfloat16", 64), "fp8_per_tensor": ("__nv_fp8_e4m3", 128)}
 MACRO = "INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM"
+DENSE_LAUNCHER = "moe_gemm_tma_ws_launcher.inl"
+MIXED_LAUNCHER = "moe_gemm_tma_ws_mixed_input_launcher.inl"
 LAUNCHERS = "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers"
 KEPT = (
     "flashinfer_cutlass_fused_moe_binding.cu",
@@ -99,7 +101,7 @@ def build(chosen: Sequence[str], jobs: int, deadline: float) -> Path:
         folder = Path(spec.build_dir) / "few"
         folder.mkdir(parents=True, exist_ok=True)
         kept = (path for path in map(Path, spec.sources) if is_kept(path))
-        sources = [*runners(folder, chosen), *kept, *tactics(folder, chosen)]
+        sources = sorted([*runners(folder, chosen), *tactics(folder, chosen), *kept], key=urgency)
         commands = dataclasses.replace(spec, sources=sources).get_compile_commands()
         objects = compiled(commands, folder, jobs, deadline)
         built = [name for name in chosen if {f"layer_{name}", f"gemm_{name}"} <= set(objects)]
@@ -111,6 +113,14 @@ def build(chosen: Sequence[str], jobs: int, deadline: float) -> Path:
     shutil.copyfile(module, place)
     place.with_name(modules.FORMATS).write_text("\n".join(built) + "\n")
     return place
+
+
+def urgency(source: Path) -> int:
+    """Runners, which take the longest; tactics that are defaults; FlashInfer's own sources; other tactics."""
+    for rank, start in enumerate(("layer_", "gemm_", "tactic_0")):
+        if source.name.startswith(start):
+            return rank
+    return 4 if source.name.startswith("tactic_") else 3
 
 
 def is_kept(source: Path) -> bool:
@@ -133,39 +143,38 @@ def runners(folder: Path, formats: Iterable[str]) -> Iterator[Path]:
 
 
 def tactics(folder: Path, formats: Sequence[str]) -> Iterator[Path]:
-    """Sources of one tactic each, the defaults of all formats first."""
-    for number, (launcher, line) in enumerate(instantiations(formats)):
-        path = folder / f"tactic_{number}.cu"
-        path.write_text(
-            f'#include "{LAUNCHERS}/{launcher}"\n'
-            f"namespace tensorrt_llm {{ namespace kernels {{ namespace cutlass_kernels_oss {{\n{line}\n}} }} }}\n"
-        )
-        yield path
-
-
-def instantiations(formats: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A header and an instantiation for each tactic."""
+    """Sources of a format's tactics with one tile (two for `MIXED_TILES`), FlashInfer's defaults first."""
     for rank, tile in enumerate(TILES):
-        for way in range(4):
-            yield from (dense(name, *tile, way) for name in formats if name in DENSE)
-            if "w4a16" in formats and way == 0:
-                yield from (mixed(*other) for other in MIXED_TILES[2 * rank : 2 * rank + 2])
+        for name in formats:
+            if name in DENSE:
+                launcher, lines = DENSE_LAUNCHER, [dense(name, *tile, way) for way in range(4)]
+            else:
+                launcher, lines = MIXED_LAUNCHER, [mixed(*other) for other in MIXED_TILES[2 * rank : 2 * rank + 2]]
+            if name == "deepseek_fp8" or not lines:
+                continue
+            path = folder / f"tactic_{rank}_{name}.cu"
+            body = "\n".join(lines)
+            path.write_text(
+                f'#include "{LAUNCHERS}/{launcher}"\n'
+                f"namespace tensorrt_llm {{ namespace kernels {{ namespace cutlass_kernels_oss {{\n{body}\n}} }} }}\n"
+            )
+            yield path
 
 
-def dense(name: str, rows: int, columns: int, across: int, along: int, way: int) -> tuple[str, str]:
+def dense(name: str, rows: int, columns: int, across: int, along: int, way: int) -> str:
     """One of four ways: the experts' sum apart or in the epilogue, operands swapped or not."""
     element, depth = DENSE[name]
     fusion, swapped = ("NONE", "FINALIZE")[way % 2], ("false", "true")[way // 2]
-    return "moe_gemm_tma_ws_launcher.inl", (
+    return (
         f"{MACRO}(Sm90, {element}, {element}, __nv_bfloat16, void, EpilogueOpDefault, {fusion}, "
         f"{rows}, {columns}, {depth}, {across}, {along}, 1, false, false, false, {swapped});"
     )
 
 
-def mixed(rows: int, columns: int, depth: int, across: int, along: int, schedule: str) -> tuple[str, str]:
+def mixed(rows: int, columns: int, depth: int, across: int, along: int, schedule: str) -> str:
     """One tactic of BF16 times MXFP4."""
     shapes = [", ".join(f"cute::Int<{n}>" for n in numbers) for numbers in ((rows, columns, depth), (across, along, 1))]
-    return "moe_gemm_tma_ws_mixed_input_launcher.inl", (
+    return (
         "template void sm90_generic_mixed_moe_gemm_kernelLauncher<__nv_bfloat16, SafeFP4, __nv_bfloat16, "
         f"tensorrt_llm::cutlass_extensions::EpilogueOpDefault, cute::Shape<{shapes[0]}>, cute::Shape<{shapes[1]}>, "
         f"cutlass::gemm::KernelTmaWarpSpecialized{schedule}, cutlass::epilogue::TmaWarpSpecializedCooperative, "

@@ -11,19 +11,25 @@ from conformance import flashinfer_moe_module as few
 from conformance.backends import _flashinfer_modules as modules
 
 
-def test_defaults_come_first_and_every_tactic_has_a_file(tmp_path):
+def test_defaults_come_first_and_are_complete(tmp_path):
     files = list(few.tactics(tmp_path, list(few.RUNNERS)))
-    assert len(files) == len(few.TILES) * 4 * 2 + len(few.MIXED_TILES)
-    lines = [file.read_text() for file in files]
-    assert len(set(lines)) == len(lines)
-    assert (
-        "Sm90, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, void, EpilogueOpDefault, NONE, 128, 16, 64, 1," in lines[0]
-    )
-    assert "NONE, 128, 16, 128, 1, 1, 1, false, false, false, false);" in lines[1]
+    texts = {file.stem: file.read_text() for file in files}
+    assert list(texts)[:3] == ["tactic_0_bf16", "tactic_0_fp8_per_tensor", "tactic_0_w4a16"]
+    assert len(texts) == len(few.TILES) * 2 + len(few.MIXED_TILES) // 2
+    kinds = "Sm90, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, void, EpilogueOpDefault"
+    for fusion in ("NONE", "FINALIZE"):
+        for swapped in ("true", "false"):
+            one = f"({kinds}, {fusion}, 128, 16, 64, 1, 1, 1, false, false, false, {swapped});"
+            assert texts["tactic_0_bf16"].count(one) == 1
+    assert "NONE, 128, 16, 128, 1, 1, 1, false, false, false, false);" in texts["tactic_0_fp8_per_tensor"]
     # W4A16 cannot measure its workspace without the second.
-    assert "cute::Int<64>, cute::Int<16>, cute::Int<128>" in lines[2]
-    assert "cute::Int<128>, cute::Int<64>, cute::Int<256>" in lines[3]
+    assert "cute::Int<64>, cute::Int<16>, cute::Int<128>" in texts["tactic_0_w4a16"]
+    assert "cute::Int<128>, cute::Int<64>, cute::Int<256>" in texts["tactic_0_w4a16"]
     assert not list(few.tactics(tmp_path, ["deepseek_fp8"]))
+    order = sorted([*reversed(files), *few.runners(tmp_path, ["bf16"]), tmp_path / "logger.cpp"], key=few.urgency)
+    assert [path.name for path in order][:2] == ["layer_bf16.cu", "gemm_bf16.cu"]
+    assert [path.stem.startswith("tactic_0") for path in order] == [False] * 2 + [True] * 3 + [False] * 8
+    assert order[5].name == "logger.cpp"
 
 
 def test_runners_are_those_of_the_formats_asked_for(tmp_path):
