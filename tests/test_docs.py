@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,39 @@ def test_commands_and_options_exist(page: Path) -> None:
 def test_the_check_of_commands_sees_them() -> None:
     seen = {command for page in PAGES for command, _ in commands(page)}
     assert {"conformance", "tests", "repro", "gating", "power", "run"} <= seen
+
+
+def links(page: Path) -> set[Path]:
+    return {(page.parent / target.partition("#")[0]).resolve() for target in LINK.findall(page.read_text("utf-8"))}
+
+
+def test_the_tables_of_contents_list_every_page() -> None:
+    docs = ROOT / "docs"
+    listed = links(docs / "README.md") | links(docs / "findings" / "README.md") | links(docs / "results" / "README.md")
+    pages = {path.resolve() for path in (*docs.glob("**/*.md"), *docs.glob("**/*.py"))}
+    assert pages - listed - {docs / "README.md"} == set()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "findings").glob("0*.md")), ids=lambda page: page.stem[:3])
+def test_a_finding_says_what_a_maintainer_asks(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.search(r"^\*\*Versions\.\*\* .*\d+\.\d+", text, re.MULTILINE)
+    assert "**Cause.**" in text or "**Actual.**" in text
+    assert re.search(r"\*\*Expected\.\*\*|\bexpected\b", text)
+    assert f"python docs/findings/{page.stem}.py" in text
+    assert page.with_suffix(".py").is_file()
+    ledger = (ROOT / "conformance" / "ledger.toml").read_text(encoding="utf-8")
+    entries = re.findall(r"`([a-z0-9-]+)`", text.partition("Ledger:")[2])
+    assert [entry for entry in entries if f'id = "{entry}"' not in ledger] == []
+
+
+def test_every_ledger_entry_that_names_a_finding_is_named_there() -> None:
+    entries = tomllib.loads((ROOT / "conformance" / "ledger.toml").read_text(encoding="utf-8"))["entry"]
+    named = [(entry, re.search(r"finding (\d{3})|findings/(\d{3})", entry["reason"])) for entry in entries]
+    for entry, match in named:
+        if match is not None and not entry["id"].startswith("flashinfer-replay-"):
+            (page,) = (ROOT / "docs" / "findings").glob(f"{match[1] or match[2]}-*.md")
+            assert entry["id"] in page.read_text(encoding="utf-8"), entry["id"]
 
 
 def test_the_readme_names_everything_on_offer() -> None:
