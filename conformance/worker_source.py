@@ -20,15 +20,17 @@ from typing import Any
 
 import torch
 
+from conformance.claim_checks import claim_problem, is_line
 from conformance.messages import Claimed, Description
 from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, one_line
-from fuzz.grammar import GRAMMAR, Choice, Size
 from references.backend import Backend, Claim
 from references.recipes import INVARIANCES, Recipe
 
 NAME = re.compile(r"[A-Za-z0-9_.+-]{1,64}\Z")
 MEMBERS = ("name", "version", "claims", "recipe", "prepare", "run")
+MAX_VERSION = 200
+"""Longest version, in characters."""
 LIBRARIES = (
     "torch",
     "triton",
@@ -119,6 +121,8 @@ def describe(label: str, backend: Backend, device: str) -> dict[str, Any]:
         version = backend.version()
     if not isinstance(version, str):
         raise ReportedError(f"{label}: version() is {type(version).__name__}, not a string")
+    if not is_line(version) or len(version) > MAX_VERSION:
+        raise ReportedError(f"{label}: version() is {ascii(version)[:80]}, not one line of text")
     with _blame(label, "claims(): "):
         claims = list(backend.claims(device))
     pace = getattr(backend, "pace", 1.0)
@@ -150,42 +154,14 @@ def _claimed(label: str, backend: Backend, claim: Any) -> Claimed:
         recipe = backend.recipe(claim)
     if not isinstance(recipe, Recipe):
         raise ReportedError(f"{label}: recipe() is a {type(recipe).__name__}, not a Recipe")
+    if not is_line(recipe.source):
+        raise ReportedError(f"{label}: the source of recipe() is not one line of text")
     return Claimed(
         claim=claim.to_json(),
         recipe=recipe.to_json(),
         recipe_text=recipe.text(OPERATIONS[claim.operation].open_choices(claim.variant) | INVARIANCES),
         claim_text=claim.text(),
     )
-
-
-def claim_problem(claim: Claim) -> str | None:
-    """Why no case could ever meet this claim, in one line; None if some could."""
-    variants = GRAMMAR.get(claim.operation)
-    if variants is None or claim.operation not in OPERATIONS:
-        return f"unknown operation; known: {', '.join(sorted(OPERATIONS))}"
-    rule = variants.get(claim.variant)
-    if rule is None:
-        return f"unknown variant; known: {', '.join(sorted(variants))}"
-    for key in (*claim.where, *claim.multiples, *claim.maxima):
-        if key not in rule.keys:
-            return f"unknown parameter {key!r}; known: {', '.join(rule.keys)}"
-    for key in (*claim.multiples, *claim.maxima):
-        if not isinstance(rule.keys[key], Size):
-            return f"{key} is no size"
-    for key, multiple in claim.multiples.items():
-        if type(multiple) is not int or multiple < 1:
-            return f"{key} in multiples is {multiple!r}, not a positive integer"
-    where: Mapping[str, Any] = claim.where
-    for key, values in where.items():
-        domain = rule.keys[key]
-        if isinstance(values, str):
-            return f"{key} in where is a string, not a tuple of strings"
-        for value in values:
-            if isinstance(domain, Choice) and value not in domain.values:
-                return f"{key}={value} is none of {', '.join(domain.values)}"
-            if isinstance(domain, Size) and not (isinstance(value, str) and value.isdecimal()):
-                return f"{key}={value!r} is no integer in text form"
-    return None
 
 
 def device_name(device: str) -> tuple[str, str]:

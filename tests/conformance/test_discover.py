@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from conformance import discover, targets
+from conformance.claim_checks import claim_problem
 from conformance.discover import UsageError, environments, plugin_source, python_for
 from conformance.launch import BackendSource, package_roots
 from conformance.worker_errors import ReportedError
-from conformance.worker_source import claim_problem, describe, load
+from conformance.worker_source import describe, load
 from references.backend import Claim
 
 PLUGINS = Path(__file__).with_name("plugins")
@@ -340,6 +341,15 @@ def test_a_description(tmp_path: Path):
     assert [claimed["claim_text"] for claimed in description["claims"]] == ["all"]
 
 
+@pytest.mark.parametrize("version", ["", "1\n2", "\udcff", "\u202e1", "1" * 1000])
+def test_a_version_is_one_printable_line(tmp_path: Path, version: str):
+    assert 'return "1"' in BACKEND
+    text = BACKEND.replace('return "1"', f"return {version!a}")
+    path = write(tmp_path / "p.py", f"{text}\ndef backends():\n    yield Mine()\n")
+    with pytest.raises(ReportedError, match=r"^plugin p\.py: mine: version\(\) is .*, not one line of text$"):
+        describe("plugin p.py", load(plugin(path))["mine"], "cpu")
+
+
 def test_an_entry_point_may_name_a_function(monkeypatch: pytest.MonkeyPatch):
     made = load({"kind": "plugin_file", "location": str(PLUGINS / "good.py"), "label": "x"})["good"]
     module = SimpleNamespace(make=SimpleNamespace(all=lambda: [made]))
@@ -363,6 +373,23 @@ CLAIM = Claim(operation="quantize", variant="mxfp8", source="s")
         ({"multiples": {"dtype": 2}}, "dtype is no size"),
         ({"multiples": {"k": 0}}, "k in multiples is 0"),
         ({"maxima": {"depth": 2}}, "unknown parameter 'depth'"),
+        ({"source": None}, "source is not one line of text"),
+        ({"source": "a\nb"}, "source is not one line of text"),
+        ({"where": None}, "where is no mapping"),
+        ({"where": {"dtype": ()}}, "dtype in where is (), not a tuple"),
+        ({"where": {"k": ("064",)}}, "k='064' is no integer in text form"),
+        ({"where": {"k": ("0",)}}, "none of k=0 is within"),
+        ({"where": {"k": ("64", "96")}, "multiples": {"k": 128}}, "none of k=64|96 is within"),
+        ({"multiples": {"k": 2**31}}, "no k is a multiple of 2147483648"),
+        ({"multiples": {"k": 64}, "maxima": {"k": 32}}, "no k is a multiple of 64 and at most 32"),
+        ({"maxima": {"k": "128"}}, "k in maxima is '128'"),
+        ({"maxima": {"k": 0}}, "k in maxima is 0"),
+        ({"options": {"tactic": "64x64"}}, "tactic in options is a string"),
+        ({"options": {"tactic": (1, 2)}}, "tactic=1 in options is no word"),
+        ({"options": {"graph": ("reply",)}}, "graph=reply in options is none of replay"),
+        ({"options": {"poison": ("nan",)}}, "'poison' is no name of a call option"),
+        ({"enforced": "k"}, "enforced is a string"),
+        ({"enforced": ("k",)}, "enforced names 'k', which the claim does not limit"),
     ],
 )
 def test_a_claim_that_no_case_could_meet(changes: dict, words: str):
@@ -374,6 +401,7 @@ def test_a_claim_that_no_case_could_meet(changes: dict, words: str):
 def test_a_claim_that_some_case_meets():
     assert claim_problem(CLAIM) is None
     narrow = {"where": {"dtype": ("bf16",), "k": ("64",)}, "multiples": {"k": 32}, "maxima": {"m": 7}}
+    narrow |= {"options": {"graph": ("replay",), "tactic": ["64x64", "auto"]}, "enforced": ("k", "m")}
     assert claim_problem(dataclasses.replace(CLAIM, **narrow)) is None
 
 
