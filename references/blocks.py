@@ -14,7 +14,7 @@ from torch import Tensor
 
 from references import compiled, ue8m0
 from references.chunks import empty, in_stripes, row_pieces
-from references.elements import E4M3FN, decode, decode_into, encode, encode_into, encode_table
+from references.elements import E4M3FN, decode, decode_into, decode_table, encode, encode_into, encode_table
 from references.recipes import Recipe
 from references.rounding import round_to
 from references.schemes import Block, Scheme
@@ -88,7 +88,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     height, width = block_size(tuple(x.shape), block)
     grid = scale_grid(tuple(x.shape), block)
     by_row = torch.empty(x.shape[0], grid[1], dtype=torch.int32, device=x.device)
-    if compiled.pays(x):
+    if compiled.pays(compiled.row_maxima, x):
         compiled.block_maxima(x, width, by_row)
     else:
         for rows in row_pieces(x.shape[0], x.shape[1], x.device):
@@ -222,7 +222,7 @@ def nominal_payload(
     factors, multiply = payload_factors(divisors, amax, scheme, recipe)
     keep_zeros = bool((divisors == 0).any()) or amax is not None
     out = empty(shape, torch.uint8, x.device)
-    if compiled.pays(x):
+    if compiled.pays(compiled.encode_quotients, x):
         table, shift = encode_table(scheme.element, x.device)
         by_row, width = grid_rows(factors, block, shape, slice(0, shape[0])), block_size(shape, block)[1]
         compiled.payload(x, by_row, width, table, shift, out, multiply=multiply, keep_zeros=keep_zeros)
@@ -277,6 +277,10 @@ def dequantize(
         out = empty(shape, dtype, payload.device)
     elif out.shape != payload.shape or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"blocks: out is {out.dtype} {tuple(out.shape)}, expected contiguous {dtype} {shape}")
+    if direct and compiled.pays(compiled.decode_products, payload):
+        table, width = decode_table(scheme.element, dtype, payload.device), block_size(shape, scheme.block)[1]
+        compiled.products(payload, table, grid_rows(values, scheme.block, shape, slice(0, shape[0])), width, out)
+        return out
     target = out
 
     def fill(pieces: Iterator[slice]) -> None:

@@ -2,8 +2,8 @@
 
 Torch takes a dozen passes for what is one here. Nothing else depends on it: a matrix that is small or on a GPU, and any
 matrix where Numba is missing, takes torch's way in `references.blocks`, and the tests hold one against the other.
-`row_maxima` and `encode_quotients` are plain functions over NumPy arrays that run uncompiled too: integer operations on
-the bits, and FP32 quotients and products as IEEE 754 rounds them, fast math off.
+`row_maxima`, `encode_quotients` and `decode_products` are plain functions over NumPy arrays that run uncompiled too:
+integer operations on the bits, and quotients and products as IEEE 754 rounds them, fast math off.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +30,7 @@ SEGMENT = 4096
 Bits = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
+Reals = npt.NDArray[np.float64] | npt.NDArray[np.float32]
 
 
 def row_maxima(bits: Bits, width: int, out: Bits) -> None:
@@ -77,54 +77,76 @@ def encode_quotients(
                 codes[column] = table[index[column]]
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The functions above, compiled; they let other threads of Python run."""
+def decode_products(codes: Codes, table: Reals, factors: Reals, width: int, out: Reals) -> None:
+    """Values of codes times the factor of their block.
 
-    row_maxima: Callable[..., None]
-    encode_quotients: Callable[..., None]
+    codes, out: ``[r, k]``. table: the values of all 256 codes. factors: ``[r, gk]``. All but codes: FP64, or all FP32.
+    """
+    for row in range(out.shape[0]):
+        for block in range(factors.shape[1]):
+            factor = factors[row, block]
+            some = codes[row, block * width : (block + 1) * width]
+            products = out[row, block * width : (block + 1) * width]
+            for column in range(some.shape[0]):
+                products[column] = table[some[column]] * factor
 
 
-@lru_cache(maxsize=1)
-def kernels() -> Kernels | None:
-    """The compiled functions; None where Numba is missing, switched off (``NUMBA_DISABLE_JIT``) or fails to import."""
+Kernel = Callable[..., None]
+
+
+def _signatures(function: Kernel, kind: Any) -> list[Any]:
+    """The types that one of the functions above is compiled for; kind: ``numba.types``."""
+    number, flag = kind.int64, kind.boolean
+    bits, codes, table = kind.Array(kind.uint32, 2, "C"), kind.Array(kind.uint8, 2, "C"), kind.Array(kind.uint8, 1, "C")
+    floats = kind.Array(kind.float32, 2, "C")
+    if function is row_maxima:
+        return [kind.void(bits, number, bits)]
+    if function is encode_quotients:
+        return [kind.void(floats, floats, number, flag, flag, table, number, codes)]
+    reals = [(kind.Array(real, 1, "C"), kind.Array(real, 2, "C")) for real in (kind.float64, kind.float32)]
+    return [kind.void(codes, values, matrix, number, matrix) for values, matrix in reals]
+
+
+@lru_cache(maxsize=8)
+def kernel(function: Kernel) -> Kernel | None:
+    """One of the functions above, compiled so that other threads of Python run beside it.
+
+    None where Numba is missing, switched off (``NUMBA_DISABLE_JIT``) or does not work.
+    """
     if importlib.util.find_spec("numba") is None:
         return None
     try:
         numba: Any = importlib.import_module("numba")
         if numba.config.DISABLE_JIT:
             return None
-        return _compile(numba)
+        # No cache on disk: it goes by a file's size and time, and a reference must be what its source says.
+        options = {"nogil": True, "error_model": "numpy", "fastmath": False}
+        compiled: Kernel = numba.njit(_signatures(function, numba.types), **options)(function)
+        return compiled
     except Exception as error:  # whatever a Numba does that does not go with this NumPy or this LLVM
-        warnings.warn(f"Numba is installed, but not of use: {error}".splitlines()[0], RuntimeWarning, stacklevel=2)
+        warnings.warn(f"Numba is installed, but does not work: {error}".splitlines()[0], RuntimeWarning, stacklevel=2)
         return None
 
 
-def _compile(numba: Any) -> Kernels:
-    kind = numba.types
-    number, flag = kind.int64, kind.boolean
-    bits, floats, codes = (kind.Array(item, 2, "C") for item in (kind.uint32, kind.float32, kind.uint8))
-    table = kind.Array(kind.uint8, 1, "C")
-    # No cache on disk: it goes by a file's size and time, and a reference must be what its source says.
-    options = {"nogil": True, "error_model": "numpy", "fastmath": False}
-    return Kernels(
-        numba.njit(kind.void(bits, number, bits), **options)(row_maxima),
-        numba.njit(kind.void(floats, floats, number, flag, flag, table, number, codes), **options)(encode_quotients),
-    )
+def pays(function: Kernel, matrix: Tensor) -> bool:
+    """Whether a matrix takes the compiled way through one of the functions above."""
+    return matrix.device.type == "cpu" and matrix.numel() >= LEAST_ELEMENTS and kernel(function) is not None
 
 
-def pays(x: Tensor) -> bool:
-    """Whether a matrix takes the compiled way."""
-    return x.device.type == "cpu" and x.numel() >= LEAST_ELEMENTS and kernels() is not None
+def _required(function: Kernel) -> Kernel:
+    found = kernel(function)
+    if found is None:
+        raise RuntimeError(f"compiled: {function.__name__} needs Numba")
+    return found
 
 
 def block_maxima(x: Tensor, width: int, out: Tensor) -> None:
     """`row_maxima` of an fp32, bf16 or fp16 matrix ``[m, k]`` of any strides into int32 ``[m, gk]``."""
-    compiled = _required()
+    maxima = _required(row_maxima)
 
     def fill(pieces: Iterator[slice]) -> None:
         for rows in pieces:
-            compiled.row_maxima(_full_blocks(x[rows], width).view(np.uint32), width, out[rows].numpy().view(np.uint32))
+            maxima(_full_blocks(x[rows], width).view(np.uint32), width, out[rows].numpy().view(np.uint32))
 
     in_stripes(fill, x.shape[0], x.shape[1], x.device, one_pass=True)
 
@@ -134,27 +156,30 @@ def payload(
 ) -> None:
     """`encode_quotients` of an fp32, bf16 or fp16 matrix ``[m, k]`` of any strides into uint8 ``[m, k]``.
 
-    factors: float32, those of each row ``[m, gk]``. The product of a NaN with a NaN has the sign
-    of either.
+    factors: float32, those of each row ``[m, gk]``. The product of a NaN with a NaN has the sign of either.
     """
-    compiled = _required()
-    numbers, codes = factors.contiguous().numpy(), table.numpy()
+    quotients, numbers, codes = _required(encode_quotients), factors.contiguous().numpy(), table.numpy()
 
     def fill(pieces: Iterator[slice]) -> None:
         for rows in pieces:
-            values = _full_blocks(x[rows], width)
-            compiled.encode_quotients(
-                values, numbers[rows], width, multiply, keep_zeros, codes, shift, out[rows].numpy()
-            )
+            values, target = _full_blocks(x[rows], width), out[rows].numpy()
+            quotients(values, numbers[rows], width, multiply, keep_zeros, codes, shift, target)
 
     in_stripes(fill, x.shape[0], x.shape[1], x.device, one_pass=True)
 
 
-def _required() -> Kernels:
-    found = kernels()
-    if found is None:
-        raise RuntimeError("compiled: Numba is not available")
-    return found
+def products(codes: Tensor, table: Tensor, factors: Tensor, width: int, out: Tensor) -> None:
+    """`decode_products` of codes uint8 ``[m, k]`` of any strides into FP64 or FP32 ``[m, k]``.
+
+    table: the values of all codes ``[256]``. factors: those of each row ``[m, gk]``. Both of the dtype of ``out``.
+    """
+    multiplied, numbers, values = _required(decode_products), factors.contiguous().numpy(), table.numpy()
+
+    def fill(pieces: Iterator[slice]) -> None:
+        for rows in pieces:
+            multiplied(codes[rows].contiguous().numpy(), values, numbers[rows], width, out[rows].numpy())
+
+    in_stripes(fill, codes.shape[0], codes.shape[1], codes.device, one_pass=True)
 
 
 def _full_blocks(rows: Tensor, width: int) -> Floats:

@@ -105,6 +105,11 @@ def _pair_table(element: Element, dtype: torch.dtype, device: torch.device) -> T
     return torch.view_as_complex(torch.stack((low, high), dim=1))
 
 
+def decode_table(element: Element, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of every byte in FP64 or FP32 ``[256]``; bits above the element's are ignored."""
+    return _table(element, dtype, device)
+
+
 def table(element: Element) -> Tensor:
     """The values of all codes in code order, FP64 ``[2^bits]``."""
     return _table(element, torch.float64, torch.device("cpu"))[: element.count].clone()

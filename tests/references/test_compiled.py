@@ -9,15 +9,16 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from references import compiled
-from references.blocks import Quantized, block_amax, nominal_payload, quantize
+from references.blocks import Quantized, block_amax, dequantize, nominal_payload, quantize, scale_grid
 from references.elements import E2M1, E4M3FN, E5M2, ELEMENTS, Element, encode_bits, encode_table, ordinal
-from references.recipes import Recipe
+from references.recipes import DequantRounding, Recipe
 from references.rounding import round_to
 from references.schemes import scheme
 
@@ -136,6 +137,61 @@ def test_matrices_of_any_shape_and_strides(name: str, recipe: str, monkeypatch: 
             assert_same(*answers)
 
 
+@needs_numba
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "static" not in name])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [
+        (torch.float64, "once"),
+        (torch.float32, "once"),
+        (torch.float32, "scale_first"),
+        (torch.bfloat16, "via_fp32"),
+    ],
+)
+def test_every_code_dequantised(
+    name: str, rounding: DequantRounding, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under scales of every kind, in matrices of any shape and strides, into fresh and given outputs."""
+    chosen, outer = SCHEMES[name], torch.tensor([1.7e-38])
+    recipe = replace(DEFAULT, dequant_rounding=rounding)
+    for rows, columns in ((256, 256), (3, 71), (130, 300), (2, 4100)):
+        generator = torch.Generator().manual_seed(columns)
+        payload = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
+        payload[0, : min(columns, 256)] = torch.arange(min(columns, 256))
+        grid = scale_grid((rows, columns), chosen.block)
+        if chosen.scale == "fp32":
+            scales = torch.tensor(FACTORS)[torch.randint(0, len(FACTORS), grid, generator=generator)]
+        else:
+            scales = torch.randint(0, 256, grid, dtype=torch.uint8, generator=generator)
+        for codes in (payload, payload.t().contiguous().t(), payload.repeat(1, 2)[:, columns - 1 : -1]):
+            out = torch.empty(codes.shape, dtype=dtype)
+            slow, fast = (
+                dequantize(codes, scales, chosen, global_scale=outer, dtype=dtype, recipe=recipe, out=given)
+                for given, _ in zip((None, out), both_ways(monkeypatch), strict=True)
+            )
+            assert fast is out
+            assert torch.equal(slow.isnan(), fast.isnan())
+            assert torch.equal(slow.nan_to_num(1.0).signbit(), fast.nan_to_num(1.0).signbit())
+            torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
+
+
+def test_products_by_hand() -> None:
+    """A ragged block, a code that takes the table's last entry, an overflow and a half of the smallest number."""
+    functions = [compiled.decode_products]
+    if (kernel := compiled.kernel(compiled.decode_products)) is not None:
+        functions.append(kernel)
+    codes = np.array([[0, 1, 255], [2, 255, 1]], np.uint8)
+    for real, largest, smallest in ((np.float64, 1.7e308, 5e-324), (np.float32, 3.4e38, 1e-45)):
+        table: Any = np.zeros(256, real)
+        factors: Any = np.array([[2.0, -4.0], [2.0, smallest]], real)
+        table[:3], table[255] = [0.0, -1.5, largest], 0.5
+        for function in functions:
+            out = np.full((2, 3), 7.0, real)
+            with np.errstate(over="ignore", under="ignore"):
+                function(codes, table, factors, 2, out)
+            assert out.tolist() == [[0.0, -3.0, -2.0], [np.inf, 1.0, -2 * float(real(smallest))]]
+
+
 def expected_codes(x: torch.Tensor, factor: float, multiply: bool, element: Element) -> torch.Tensor:
     """From FP64: of 53 bits, a quotient or a product of two FP32 numbers rounds to FP32 as the exact one would."""
     other = torch.tensor(factor, dtype=torch.float32).to(torch.float64)
@@ -169,8 +225,8 @@ def test_the_payload_against_fp64(element: Element, multiply: bool) -> None:
             run_plain(compiled.encode_quotients, few, factor, multiply, element, 3),
             expected_codes(few, factor, multiply, element),
         )
-        if (kernels := compiled.kernels()) is not None:
-            found = run_plain(kernels.encode_quotients, x, factor, multiply, element, 16)
+        if (kernel := compiled.kernel(compiled.encode_quotients)) is not None:
+            found = run_plain(kernel, x, factor, multiply, element, 16)
             assert torch.equal(found, expected_codes(x, factor, multiply, element))
 
 
@@ -178,8 +234,8 @@ def test_the_maxima_by_hand() -> None:
     bits = np.array([[0x80000002, 1, 0, 0x7F800000, 0xFFC00001, 0x3F800000], [0, 0x80000000, 5, 4, 7, 0x80000009]])
     found = np.zeros((2, 3), np.uint32)
     functions = [compiled.row_maxima]
-    if (kernels := compiled.kernels()) is not None:
-        functions.append(kernels.row_maxima)
+    if (kernel := compiled.kernel(compiled.row_maxima)) is not None:
+        functions.append(kernel)
     for function in functions:
         found[:] = 0xAAAAAAAA
         function(bits.astype(np.uint32), 2, found)
@@ -209,8 +265,8 @@ def test_a_changed_payload_function_is_noticed(old: str, new: str) -> None:
     factors = [1.0, 41.0, 47.0, 49.0, 55.0, 0.0371]
     x = torch.cat([near * factor for factor in factors]).view(1, -1)
     width, (table, shift) = len(near), encode_table(E4M3FN, x.device)
-    parts = zip(x.split(width, 1), factors, strict=True)
-    expected = torch.cat([expected_codes(part, factor, False, E4M3FN) for part, factor in parts], dim=1)
+    parts = zip(x.view(-1, width), factors, strict=True)
+    expected = torch.cat([expected_codes(part, factor, False, E4M3FN) for part, factor in parts]).view(1, -1)
     out = np.zeros(tuple(x.shape), np.uint8)
     with np.errstate(all="ignore"):
         grid = np.array([factors], np.float32)
@@ -220,19 +276,19 @@ def test_a_changed_payload_function_is_noticed(old: str, new: str) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    compiled.kernels.cache_clear()
+    compiled.kernel.cache_clear()
     yield
-    compiled.kernels.cache_clear()
+    compiled.kernel.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
 def test_without_numba_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert compiled.kernels() is None
+    assert compiled.kernel(compiled.row_maxima) is None
     found = quantize(torch.tensor([[500.0, 100.0, -7.0]]), SCHEMES["deepseek_fp8 1x128 ceil"], DEFAULT)
     assert found.payload.tolist() == [[0x78, 0x64, 0xC6]]
-    with pytest.raises(RuntimeError, match="not available"):
+    with pytest.raises(RuntimeError, match="row_maxima needs Numba"):
         compiled.block_maxima(torch.ones(1, 1), 1, torch.zeros(1, 1, dtype=torch.int32))
 
 
@@ -241,14 +297,14 @@ def test_a_numba_that_is_broken_or_switched_off(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.warns(RuntimeWarning, match="Numba is installed, but"):
-        assert compiled.kernels() is None
-    compiled.kernels.cache_clear()
+        assert compiled.kernel(compiled.row_maxima) is None
+    compiled.kernel.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", SimpleNamespace(config=SimpleNamespace(DISABLE_JIT=1)))
-    assert compiled.kernels() is None
+    assert compiled.kernel(compiled.row_maxima) is None
 
 
 @needs_numba
 def test_small_matrices_take_the_other_way() -> None:
-    assert not compiled.pays(torch.empty(compiled.LEAST_ELEMENTS - 1, 1, dtype=torch.bfloat16))
-    assert compiled.pays(torch.empty(1, compiled.LEAST_ELEMENTS, dtype=torch.bfloat16))
-    assert not compiled.pays(torch.empty(1, compiled.LEAST_ELEMENTS, device="meta"))
+    assert not compiled.pays(compiled.row_maxima, torch.empty(compiled.LEAST_ELEMENTS - 1, 1, dtype=torch.bfloat16))
+    assert compiled.pays(compiled.row_maxima, torch.empty(1, compiled.LEAST_ELEMENTS, dtype=torch.bfloat16))
+    assert not compiled.pays(compiled.row_maxima, torch.empty(1, compiled.LEAST_ELEMENTS, device="meta"))
