@@ -8,12 +8,12 @@ tree, lies within [-N, P], so its magnitude is at most Q; so is every single ter
 before rounding. That magnitude is at most Q + R, R being the total error, so R <= c (Q + R) with c = sum c_j, hence
 R <= c / (1 - c) Q. What remains is c for each accumulator over n products:
 
-- ``fp32_rn``: n - 1 scalar additions (adding zero is exact, and an FMA rounds once), u = 2^-24 each: c = (n - 1) 2^-24.
+- ``fp32_rn``: n - 1 scalar additions (an FMA rounds once), u = 2^-24 each: c = (n - 1) 2^-24.
 - ``fp64``: the same with u = 2^-53.
-- ``fp32_any``: c = (n + ceil(n / 4)) 2^-23. It covers n scalar additions that truncate (u = 2^-23), and instructions
-  that add t products to the running value, each of the t + 1 terms truncated to 24 or more bits below the largest
-  exponent and the sum truncated to FP32: ceil(n / t) ((t + 1) 2^-24 + 2^-23), which is at most (n/2 + 3n/8) 2^-23 for
-  t >= 4, plus as many promotions into another accumulator as there are instructions.
+- ``fp32_any``: the larger of two, i = ceil(n / 4), or n if that is less. n scalar additions that truncate (u = 2^-23)
+  and i promotions into another accumulator: c = (n + i) 2^-23. Or i instructions that add t >= 4 products to the
+  running value, each term truncated to 24 or more bits below the largest exponent and the sum truncated to FP32, all
+  but the first with a running value: c = (n + i - 1) 2^-24 + i 2^-23, and i 2^-23 for as many promotions.
 - ``hopper_f16``, ``f16_upcast``: ceil(n / 16) instructions of 16 products, 17 terms truncated to 25 bits below the
   largest exponent, the sum to 24 bits: (17 2^-25 + 2^-23) each, and one FP32 rounding (2^-24) for each K block that is
   promoted and each part of K that is added. The largest exponent is of a product before normalisation, hence at most
@@ -23,6 +23,15 @@ R <= c / (1 - c) Q. What remains is c for each accumulator over n products:
   together and 2^-134 each among BF16's subnormal numbers, the additions by c / (1 - c) (Q + R + the former) with
   c = (split_k - 1) 2^-9.
 - ``hopper_fp8``: see `references.hopper`.
+
+**Zeros.** Adding zero is exact, cut or not, so the n of ``fp32_any``, ``fp32_rn`` and ``fp64`` counts the products that
+are not zero.
+
+**Binades.** A rounding errs by at most half a unit in the last place, 2^-24 times the power of two up to the rounded
+magnitude, which grows with the magnitude; a truncation by a whole unit, and what an instruction cuts off is counted
+from a power of two as well. So every c_j may be taken of the largest *power of two* up to Q + R: with any bound R' on
+R, R <= c 2^floor(log2(Q + R')), down to half of what it was. This needs scales that are powers of two: by others a
+kernel may move a sum to another place in its binade before it rounds.
 
 **Subnormal operands.** FP8 and F16 units take a subnormal operand with its format's smallest normal exponent, so the
 largest exponent may exceed the largest product's. ``fp32_any`` and ``hopper_f16`` therefore count magnitudes with
@@ -48,10 +57,11 @@ lies below L. The granularity of a value is its least set bit. A node of the sum
 granularity of L or more is exact. A node that rounds raises its granularity above that of its finest child: charge the
 loss, less than the new granularity (half of it if rounded to nearest), to that child, and follow finest children
 downward. Granularities only fall on the way, so the path ends at a fine term; every node lies on one path, and the
-granularities at the losses of a path are distinct powers of two up to L. So a path loses less than 2 L, or L if
-rounded to nearest. An instruction first truncates each child to 2^(E - 24) <= L / 2: on a path that goes on this is one
-of its distinct losses, on one that ends there it adds L / 2. With C fine terms R <= 2.5 C L, or C L for scalar
-additions to nearest, whatever the order; no fine term, no error.
+granularities at the losses of a path are distinct powers of two up to L, each above the least set bit of the term at
+its end. An instruction first truncates each child to 2^(E - 24) <= L / 2, which is one more node on the child's path.
+With C_0 fine terms, C_1 of them with their least bit below L / 2, at most C_0 losses are of L and at most C_1 of each
+smaller power: R <= L C_0 + (L/2 + L/4 + ...) C_1 = L (C_0 + C_1), half of it if rounded to nearest, whatever the order;
+no fine term, no error.
 """
 
 from __future__ import annotations
@@ -83,14 +93,18 @@ UNNORMALISED = ("fp32_any", "hopper_f16")
 BITS = {"fp32_any": 24, "fp32_rn": 24, "fp64": 53, "hopper_f16": 24, "f16_upcast": 24, "bf16_split_k": 8}
 """Significant bits that every partial sum keeps."""
 
-FINE_FACTOR = {"fp32_any": 2.5, "fp32_rn": 1.0, "fp64": 1.0, "hopper_f16": 2.5, "f16_upcast": 2.5}
-"""What a fine term can cost, in units of L."""
+FINE_FACTOR = {"fp32_any": 1.0, "fp32_rn": 0.5, "fp64": 0.5, "hopper_f16": 1.0, "f16_upcast": 1.0}
+"""What a fine term can cost, in units of L, and once more if its least bit is below L / 2."""
+SPARSE = 2.0**-5
+"""Share of zeros in an operand from which on the products that are not zero are counted."""
 COUNTED = {"cpu": 2**28, "cuda": 2**36}
 """Products up to which fine terms are counted, by device type; beyond, the number of all terms bounds the error."""
 PIECE = {"cpu": 2**20, "cuda": 2**28}
 """Elements that are looked at together, by device type."""
+NARROW, WIDE = 60, 2**13
+"""Least set bits from a row's lowest one on that are told apart, in a byte and in two: sums and differences fit."""
 WORDS = 32
-"""Words whose bytes are added before the bytes are, each of them counting one at most: 255 would do."""
+"""Words whose bytes are added before the bytes are, each of them counting two at most: 127 would do."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +177,15 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
     inner = (facts.size + facts.exact.abs() + facts.error) * 0.5 + scaling
     if kind in UNNORMALISED:
         inner = inner + (facts.clamped - facts.size).clamp(min=0.0)
-    accumulation = inner * gamma(_coefficient(recipe, n, min(a.width, b.width)), 1.0)
+    whole, width = scale_roundings(a, b) == 0, min(a.width, b.width)
+    gamma(float(_coefficient(recipe, n, width, torch.tensor(float(n), dtype=torch.float64))), 1.0)  # is it a bound?
+    accumulation = _steps(inner, _coefficient(recipe, n, width, nonzero_terms(a, b)), binades=whole)
     if kind == "bf16_split_k":
         converted = U_BF16 * (facts.size + scaling + accumulation) + recipe.split_k * LEAST_BF16
-        added = gamma(recipe.split_k - 1, U_BF16) * (inner + accumulation + converted)
+        gamma(recipe.split_k - 1, U_BF16)
+        added = _steps(inner + accumulation + converted, (recipe.split_k - 1) * U_BF16, binades=whole)
         accumulation = accumulation + converted + added
-    if scale_roundings(a, b) == 0 and kind in FINE_FACTOR:
+    if whole and kind in FINE_FACTOR:
         accumulation = torch.minimum(accumulation, _fine(facts, a, b, inner + accumulation, kind))
     held = on_lattice(facts.clamped if kind in UNNORMALISED else facts.size, facts.unit, BITS[kind])
     tiny, safe = underflow(a, b, recipe, n)
@@ -179,6 +196,25 @@ def radius(facts: Sums, a: Operand, b: Operand, recipe: Recipe) -> Radius:
     )
 
 
+def nonzero_terms(a: Operand, b: Operand) -> Tensor:
+    """Products that may be other than zero, FP64: ``[m, n]`` where an operand is `SPARSE`, else K alone on the CPU."""
+    left, right = a.values != 0, b.values != 0
+    k = a.values.shape[1]
+    if k >= 2**24 or min(float(side.to(torch.uint8).mean(dtype=torch.float32)) for side in (left, right)) > 1 - SPARSE:
+        return torch.tensor(float(k), dtype=torch.float64)
+    return (left.to(torch.float32) @ right.to(torch.float32).T).to(torch.float64)  # whole numbers below 2^24
+
+
+def _steps(largest: Tensor, c: Tensor | float, *, binades: bool) -> Tensor:
+    """R for steps whose c_j add up to ``c`` on exact sums up to ``largest``. binades: whether units are known."""
+    found = largest * (c / (1 - c))
+    if not binades:
+        return found
+    _, exponent = torch.frexp((largest + found) * SLACK)
+    sharp = c * power_of_two((exponent - 1).clamp(-1022, 1023))
+    return torch.where(found.isfinite(), torch.minimum(found, sharp), found)
+
+
 def _fine(facts: Sums, a: Operand, b: Operand, largest: Tensor, kind: str) -> Tensor:
     """The bound by fine terms; infinite where counting them would take too long."""
     m, n, k = a.values.shape[0], b.values.shape[0], facts.n
@@ -186,17 +222,26 @@ def _fine(facts: Sums, a: Operand, b: Operand, largest: Tensor, kind: str) -> Te
     if m * n * k > COUNTED.get(device, COUNTED["cpu"]):
         return torch.full_like(largest, torch.inf)
     _, exponent = torch.frexp(largest * SLACK)
-    last = (exponent - BITS[kind]).clamp(-1000, 1000).to(torch.int16)
-    left, right = a.least_bits, b.least_bits
+    last = (exponent - BITS[kind]).clamp(-1000, 1000)
+    lowest = a.row_least_bits[0], b.row_least_bits[0]
+    # A term is fine if the sum of its two least bits, each counted from its row's lowest one, is below this.
+    above = last - lowest[0][:, None] - lowest[1][None, :]
+    dtype = torch.int8 if bool((above <= NARROW).all()) else torch.int16
+    reach = NARROW if dtype == torch.int8 else WIDE
+    left, right = (
+        (side.least_bits - low[:, None]).clamp(max=reach).to(dtype) for side, low in zip((a, b), lowest, strict=True)
+    )
+    above = above.clamp(-1, reach).to(dtype)
     count = torch.empty_like(largest)
     for part in row_blocks(n, k, device):
         some = right[part]
         step = max(1, PIECE.get(device, PIECE["cpu"]) // some.numel())
         for start in range(0, m, step):
             rows = slice(start, start + step)
-            fine = some[None, :, :] < last[rows, part, None] - left[rows, None, :]
-            count[rows, part] = _count(fine).to(count.dtype)
-    return FINE_FACTOR[kind] * count * power_of_two(last)
+            depth = above[rows, part, None] - left[rows, None, :]
+            depth = depth.sub_(some).clamp_(0, 2).to(torch.int8)
+            count[rows, part] = _count(depth.view(torch.uint8)).to(count.dtype)
+    return torch.where(largest.isfinite(), FINE_FACTOR[kind] * count * power_of_two(last), torch.inf)
 
 
 def row_blocks(rows: int, width: int, device: str) -> Iterator[slice]:
@@ -206,7 +251,7 @@ def row_blocks(rows: int, width: int, device: str) -> Iterator[slice]:
 
 
 def _count(found: Tensor) -> Tensor:
-    """How many of the last dimension are true, int64, eight at a time: bytes are added quickest within a word."""
+    """Sums of bytes up to 2 over the last dimension, int64, eight at a time: bytes are added quickest in a word."""
     if found.shape[-1] < WORDS * 8:
         return found.sum(-1)
     missing = -found.shape[-1] % (WORDS * 8)
@@ -216,20 +261,24 @@ def _count(found: Tensor) -> Tensor:
     return total
 
 
-def _coefficient(recipe: Recipe, n: int, width: int) -> float:
+def _coefficient(recipe: Recipe, n: int, width: int, terms: Tensor) -> Tensor:
+    """c for n products, ``terms`` of which are not zero: FP64, ``[m, n]`` or one number, like these."""
     match recipe.accumulator:
         case "fp32_rn":
-            return (n - 1) * U32
+            return (terms - 1).clamp(min=0.0) * U32
         case "fp64":
-            return (n - 1) * U64
+            return (terms - 1).clamp(min=0.0) * U64
         case "fp32_any" | "bf16_split_k":
-            return (n + -(-n // LEAST_PRODUCTS)) * U32_TRUNCATING
+            instructions = terms.clamp(max=-(-n // LEAST_PRODUCTS))
+            cut = (terms + instructions - 1).clamp(min=0.0) * U32 + 2 * instructions * U32_TRUNCATING
+            return torch.maximum((terms + instructions) * U32_TRUNCATING, cut)
         case "hopper_f16" | "f16_upcast":
             # Blocks narrower than an instruction cut it short: one more for each.
             block = min(width, 128) if recipe.promotion == "every_128" else width
             blocks = -(-n // block)
-            instructions = blocks * -(-block // F16_PRODUCTS)
-            return instructions * ((F16_PRODUCTS + 1) * 2.0**-25 + 2.0**-23) + (blocks + recipe.k_parts - 1) * U32
+            instructions_ = blocks * -(-block // F16_PRODUCTS)
+            each = (F16_PRODUCTS + 1) * 2.0**-25 + 2.0**-23
+            return torch.full_like(terms, instructions_ * each + (blocks + recipe.k_parts - 1) * U32)
     raise ValueError(f"gemm: no closed bound for accumulator {recipe.accumulator}")
 
 
