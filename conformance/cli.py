@@ -28,7 +28,7 @@ from conformance.engine import Limits
 from conformance.journal import RECORDS, JournalError, read_records, read_run
 from conformance.ledger import Ledger, LedgerError
 from conformance.oracles import HarnessError
-from conformance.runs import HARNESS, INTERRUPTED, USAGE, Settings
+from conformance.run_settings import HARNESS, INTERRUPTED, USAGE, Settings
 from fuzz.case import CaseError
 from fuzz.grammar import GRAMMAR
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance import discover, journal, planning, runs, sides
+from conformance import discover, journal, planning, run_settings, sides
 from conformance.discover import UsageError
 from conformance.engine import Engine, Limits
 from conformance.journal import Journal, OutDirectory
@@ -20,6 +20,8 @@ from conformance.ledger import Ledger
 from conformance.messages import Description
 from conformance.oracles import HarnessError, Oracles
 from conformance.progress import progress_on
+from conformance.run_description import concluded, describe_run
+from conformance.run_settings import FAILED, OK
 from conformance.sides import Finished, Live, Side
 from conformance.target import Target
 from conformance.targets import Fleet, Survey
@@ -85,7 +87,7 @@ def compare(settings: Settings, ledger: Ledger, console: Console) -> int:
     for line in (*comparison_pages.headline(found), *map(str, paths)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     bad = {"regression": ("regressed",), "drift": ("regressed", "drift"), "never": ()}[settings.fail_on]
-    return runs.FAILED if found.verdict in bad else runs.OK
+    return FAILED if found.verdict in bad else OK
 
 
 def _side(side: Finished, asked: set[tuple[str, str]]) -> comparison.Side:
@@ -191,8 +193,8 @@ def _run(
         targets.append(Target(description=about, start=item.start, ledger=known))
     alone = opened.side.alone
     plugins = opened.side.plugins if alone is None else (alone.location,)
-    own = runs.Settings(seed=settings.seed, limits=limits, command=settings.command, plugins=plugins)
-    description = runs.describe_run(own, plan, targets, opened.survey)
+    own = run_settings.Settings(seed=settings.seed, limits=limits, command=settings.command, plugins=plugins)
+    description = describe_run(own, plan, targets, opened.survey)
     out.clear(description)
     plans.write_plan(out.path / journal.PLAN, plan)
     console.print(f"running {opened.side.label}: {len(plan)} cases", markup=False, highlight=False, soft_wrap=True)
@@ -206,7 +208,7 @@ def _run(
         raise KeyboardInterrupt
     if not result.complete:
         raise HarnessError(f"{opened.side.label}: stopped after {result.settled} of {result.planned} cases")
-    description = runs.concluded(description, (), book.records, result)
+    description = concluded(description, (), book.records, result)
     journal.write_run(out.path, description)
     return Finished(label=opened.side.label, records=tuple(book.records), run=description)
 

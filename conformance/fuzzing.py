@@ -27,7 +27,8 @@ from conformance.ledger import Ledger
 from conformance.oracles import Oracles
 from conformance.planning import Group
 from conformance.progress import Progress
-from conformance.runs import Run, Settings, ask
+from conformance.run_settings import Settings
+from conformance.runs import Run, ask
 from conformance.target import Target
 from conformance.targets import Fleet
 from fuzz.case import Case

@@ -194,7 +194,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if controller.failure:
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
     elif session.exitstatus == pytest.ExitCode.OK and code:
-        from conformance.runs import USAGE
+        from conformance.run_settings import USAGE
 
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED if code == USAGE else pytest.ExitCode.TESTS_FAILED
 

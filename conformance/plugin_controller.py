@@ -16,7 +16,8 @@ from conformance.journal import Journal, Key, OutDirectory
 from conformance.ledger import Ledger, load
 from conformance.plugin_bench import Bench, Blueprint
 from conformance.plugin_checks import Check
-from conformance.runs import Settings
+from conformance.run_description import concluded, describe_run
+from conformance.run_settings import HARNESS, Settings
 from conformance.targets import Fleet
 from fuzz import plan as plans
 from reports.record import Record
@@ -53,7 +54,7 @@ class Controller:
         self._bench: Bench | None = None
         try:
             plan, targets, self.survey = runs.prepare(settings, asked, ledger, self._fleet)
-            self.description = runs.describe_run(settings, plan, targets, self.survey) | {"jobs": request.processes}
+            self.description = describe_run(settings, plan, targets, self.survey) | {"jobs": request.processes}
             if self._out:
                 self._out.clear(self.description)
                 plans.write_plan(self._out.path / journal.PLAN, plan)
@@ -125,9 +126,9 @@ class Controller:
             for target in self.blueprint.targets
             for proved in [_witnessed(target.description.backend, target.description.device, planned, target.ledger)]
         ]
-        self.description = runs.concluded(self.description, targets, self.records, result)
+        self.description = concluded(self.description, targets, self.records, result)
         if self.failure:
-            self.description |= {"exit_code": runs.HARNESS, "stopped": "the harness failed"}
+            self.description |= {"exit_code": HARNESS, "stopped": "the harness failed"}
         return int(self.description["exit_code"])
 
     def _left_out(self, planned: set[Key]) -> dict[tuple[str, str], int]:

@@ -63,7 +63,7 @@ def request(config: pytest.Config) -> Request:
     from conformance.discover import UsageError
     from conformance.engine import Limits
     from conformance.plugin_controller import Request
-    from conformance.runs import Settings
+    from conformance.run_settings import Settings
 
     def given(name: str) -> Any:
         return config.getoption(f"conformance_{name}")

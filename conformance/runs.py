@@ -2,71 +2,30 @@
 
 from __future__ import annotations
 
-import platform
-import secrets
 import signal
-import subprocess
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from conformance import corpus, failures, journal, planning, sanitizer, sweeps
 from conformance.discover import UsageError
-from conformance.engine import Engine, Limits, RunResult
+from conformance.engine import Engine, RunResult
 from conformance.journal import Journal, OutDirectory
-from conformance.ledger import Entry, Ledger
+from conformance.ledger import Ledger
 from conformance.messages import Description
 from conformance.oracles import HarnessError, Oracles
 from conformance.progress import Progress, progress_on
+from conformance.run_description import concluded, describe_run, described_plan, difference_between, now
+from conformance.run_settings import HARNESS, INTERRUPTED, Settings
 from conformance.target import Target
 from conformance.targets import Fleet, Survey
 from fuzz import plan as plans
 from fuzz.case import Case
 from references.backend import Claim
 from reports.record import Record, repro_line
-
-OK, FAILED, USAGE, HARNESS, INTERRUPTED = 0, 1, 2, 3, 130
-"""Exit codes: conformant; non-conformant; usage error, nothing executed included; harness failure; Ctrl-C."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the command line asks for; see ``conformance.cli`` for the meaning of each option.
-
-    corpus: a folder of kept cases beside those that ship; no case is replayed if None. shrink: seconds for making
-    failures smaller. gates: libraries whose architecture gates are asked first, and are a section of the reports.
-    """
-
-    backends: tuple[str, ...] = ()
-    operations: tuple[str, ...] = ()
-    formats: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
-    cases: int | None = None
-    least: int | None = None
-    most: int | None = None
-    texts: tuple[str, ...] = ()
-    plan: Path | None = None
-    seed: int = 0
-    out: Path = Path("out/conformance")
-    plugins: tuple[str, ...] = ()
-    memory_limit: int | None = None
-    resume: bool = False
-    reverse: bool = False
-    corpus: Path | None = None
-    shrink: float = 0.0
-    sweep: str = sweeps.ALL
-    gates: tuple[str, ...] = ()
-    shapes: str = "drawn"
-    judge: str = "cpu"
-    keep_selections: bool = False
-    limits: Limits = field(default_factory=Limits)
-    command: str = ""
 
 
 def run(settings: Settings, ledger: Ledger, console: Console) -> int:
@@ -211,7 +170,7 @@ class Run:
                     plans.write_plan(out / journal.PLAN, self._plan)
                     self._description["plan"] = described_plan(self._plan)
         except HarnessError:
-            journal.write_run(out, {**self._description, "exit_code": HARNESS, "ended": _now()})
+            journal.write_run(out, {**self._description, "exit_code": HARNESS, "ended": now()})
             raise
         finally:
             oracles.close()
@@ -269,6 +228,8 @@ class Run:
         from reports.build import write_all
         from reports.summary import headline
 
+        if result.stopped == "interrupted":
+            self._say("interrupted: writing the reports")
         self._description = concluded(self._description, self._targets, records, result)
         self._description["failures"] = self._keep(records, result, start_oracle)
         paths = write_all(self._out.path, records, self._description)
@@ -286,7 +247,7 @@ class Run:
         for path in [self._out.path / journal.RECORDS, *paths.values()]:
             self._say(str(path))
         code = int(self._description["exit_code"])
-        if not any(record.verdict != "unsupported" for record in records):
+        if code != INTERRUPTED and not any(record.verdict != "unsupported" for record in records):
             raise UsageError("no case was executed")
         return code
 
@@ -317,50 +278,6 @@ class Run:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def concluded(
-    description: Mapping[str, Any], targets: Sequence[Target], records: Sequence[Record], result: RunResult
-) -> dict[str, Any]:
-    """The contents of run.json after the run, the exit code included.
-
-    description: as `describe_run` gave it. targets: with the ledger's entries that the run was to prove.
-    """
-    problems = [*description["problems"], *_problems(targets, records, result)]
-    executed = any(record.verdict != "unsupported" for record in records)
-    unexplained = any(record.failing and not record.ledger_id for record in records)
-    code = FAILED if problems or unexplained else OK if executed else USAGE
-    if result.stopped == "interrupted":
-        code = INTERRUPTED
-    return {
-        **description,
-        "complete": result.complete,
-        "stopped": result.stopped,
-        "pairs": {"planned": result.planned, "settled": result.settled},
-        "left_out": [{"backend": name, "device": on, "cases": n} for (name, on), n in result.left_out.items()],
-        "problems": problems,
-        "exit_code": code,
-        "ended": _now(),
-        "ledger": [{**entry, "witness_verdict": _witness_verdict(entry, records)} for entry in description["ledger"]],
-    }
-
-
-def _problems(targets: Sequence[Target], records: Sequence[Record], result: RunResult) -> list[str]:
-    lines: list[str] = []
-    for target in targets:
-        if target.swept:
-            continue
-        description = target.description
-        mine = [item for item in records if (item.backend, item.device) == (description.backend, description.device)]
-        reached = {item.case for item in mine}
-        entries = [entry for entry in target.ledger.entries if result.complete or entry.witness in reached]
-        lines += Ledger(tuple(entries)).problems(mine)
-    return list(dict.fromkeys(lines))
-
-
-def _witness_verdict(entry: Mapping[str, Any], records: Sequence[Record]) -> str:
-    its = [item for item in records if (item.case, item.backend) == (entry["witness"], entry["backend"])]
-    return next((item.verdict for item in its if item.failing), its[0].verdict if its else "")
-
-
 def failure_lines(records: Sequence[Record], plugins: tuple[str, ...]) -> Iterator[str]:
     """One unexplained failure of each cause with its repro line, and how many there are like it."""
     for group in failures.by_cause(records):
@@ -379,119 +296,6 @@ def kept_lines(listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             counts = f"{item['differing']} of {item['elements']} elements differ from the simplest value"
             yield f"kept: {item['backend']}: {item['part']} {item['verdict']}: {item['shrunk']}; {counts}"
             yield f"    {item['repro']}"
-
-
-def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> dict[str, Any]:
-    """The contents of run.json before the run: not complete."""
-    entries: dict[str, Entry] = {entry.id: entry for target in targets for entry in target.ledger.entries}
-    descriptions = [target.description for target in targets if not target.swept]
-    libraries: dict[str, set[str]] = {}
-    for description in descriptions:
-        for name, number in description.libraries.items():
-            libraries.setdefault(name, set()).add(number)
-    return {
-        "tool": journal.TOOL,
-        "run": f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}",
-        "command": settings.command,
-        "seed": settings.seed,
-        "plan": described_plan(plan),
-        "started": _now(),
-        "ended": "",
-        "complete": False,
-        "exit_code": None,
-        "problems": [],
-        "plugins": list(settings.plugins),
-        "jobs": settings.limits.jobs,
-        "workers": settings.limits.workers,
-        "judge": settings.judge,
-        "deadline": settings.limits.deadline,
-        "sweep": settings.sweep,
-        "budget": settings.limits.budget,
-        "version": _version("blockscale-conformance"),
-        "git_commit": git_commit(),
-        "hypothesis": _version("hypothesis"),
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "platform": platform.platform(),
-        "devices": survey.devices,
-        "driver": ", ".join(sorted(libraries.pop("driver", set()))),
-        "libraries": {name: ", ".join(sorted(numbers)) for name, numbers in sorted(libraries.items())},
-        "backends": [_backend(description) for description in descriptions],
-        "not_run": [vars(item) for item in survey.absent],
-        "ledger": [{**entry.to_json(), "witness_verdict": ""} for entry in entries.values()],
-    }
-
-
-def described_plan(plan: Sequence[Case]) -> dict[str, Any]:
-    """The entry of run.json that tells one plan from another."""
-    return {"cases": len(plan), "sha256": planning.digest(plan)}
-
-
-def _backend(description: Description) -> dict[str, Any]:
-    claims = [
-        {
-            "operation": item.claim["operation"],
-            "variant": item.claim["variant"],
-            "claim": item.claim_text,
-            "recipe": item.recipe_text,
-            "source": item.recipe.get("source") or item.claim["source"],
-        }
-        for item in description.claims
-    ]
-    return {**vars(description), "claims": claims}
-
-
-def difference_between(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What keeps a run from being resumed: another plan or another version of anything. None if nothing does."""
-    for key in ("plan", "version", "git_commit", "python"):
-        if earlier.get(key) != now[key]:
-            return f"its {key.replace('_', ' ')} is {_shown(earlier.get(key))}, not {_shown(now[key])}"
-    mine, theirs = ({(item["backend"], item["device"]): item for item in run["backends"]} for run in (now, earlier))
-    for name in sorted(set(mine) | set(theirs)):
-        one, other = mine.get(name), theirs.get(name)
-        if one is None or other is None:
-            return f"{name[0]} on {name[1]} is only in {'this run' if one else 'the journal'}"
-        for key in sorted(set(one) | set(other)):
-            if one.get(key) != other.get(key):
-                return f"{name[0]} on {name[1]}: its {key} was {_shown(other.get(key))}, not {_shown(one.get(key))}"
-    return None
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Mapping) and "sha256" in value:
-        return str(value["sha256"])[:16]
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def git_commit() -> str:
-    """The commit of this checkout, with ``+changes`` if the tree differs from it; empty outside of one."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return ""
-    try:
-        words = ("git", "-C", str(root))
-        commit = subprocess.run([*words, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        status = subprocess.run(
-            [*words, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return commit.stdout.strip() + "+changes" * bool(status.stdout.strip())
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from conformance.gating.truth import from_records
 from conformance.journal import JournalError
 from conformance.ledger import Ledger
 from conformance.oracles import HarnessError
+from conformance.run_settings import Settings
 
 CASES = 4
 """Cases for each operation and variant: gates are looked at here, not values."""
@@ -26,7 +27,7 @@ def backends_called(device: str, out: Path, ledger: Ledger, subjects: tuple[str,
     out: where the run's own files go. subjects: names of backends, all if empty.
     """
     limits = Limits(jobs=len(os.sched_getaffinity(0)), deadline=60.0)
-    settings = runs.Settings(
+    settings = Settings(
         backends=subjects,
         devices=(device,),
         cases=CASES,
