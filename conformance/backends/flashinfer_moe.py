@@ -184,7 +184,7 @@ def backends() -> Iterable[FlashInferMoe]:
     reason = modules.absent(torch.cuda.is_available())
     if reason is not None:
         raise ImportError(reason)
-    return [FlashInferMoe(name) for name in NAMES]
+    return [FlashInferMoe("flashinfer_moe"), FlashInferMoe("flashinfer_moe_fused")]
 
 
 def _options(variant: str, fused: bool) -> dict[str, tuple[str, ...]]:
