@@ -63,23 +63,26 @@ def _magnitude(values: Tensor) -> Tensor:
 def encode(scale: Tensor, policy: str) -> Tensor:
     """FP32 scales of any shape to codes uint8 under one of `SCALE_POLICIES`."""
     magnitude = _magnitude(scale)
-    is_nan = magnitude > _INFINITY
-    exponent, mantissa = magnitude >> 23, magnitude & _MANTISSA
     if policy == "ceil":
-        code = (exponent + (mantissa != 0)).clamp(max=254)
-        code = torch.where(magnitude <= 1 << 22, torch.zeros_like(code), code)  # up to 2^-127, code 0
+        code = _exponent_up(magnitude).clamp_(max=254)
+        code.masked_fill_(magnitude <= 1 << 22, 0)  # up to 2^-127, code 0
     elif policy == "ceil_clamped":
-        code = (exponent + (mantissa != 0)).clamp(1, 254)
-        is_nan = torch.zeros_like(is_nan)
+        return _exponent_up(magnitude).clamp_(1, 254).to(torch.uint8)
     elif policy == "floor":
-        code = exponent.clamp(max=254)
+        code = (magnitude >> 23).clamp_(max=254)
     elif policy == "nearest":
+        exponent, mantissa = magnitude >> 23, magnitude & _MANTISSA
         code = exponent + (mantissa >= 1 << 22)
         # Not nearest below 2^-126, but what torch does: everything above 2^-127 is 1.
         code = torch.where(exponent == 0, (mantissa > 1 << 22).to(code.dtype), code).clamp(max=NAN)
     else:
         raise ValueError(f"ue8m0: policy {policy!r} is none of {', '.join(SCALE_POLICIES)}")
-    return torch.where(is_nan, torch.full_like(code, NAN), code).to(torch.uint8)
+    return code.masked_fill_(magnitude > _INFINITY, NAN).to(torch.uint8)
+
+
+def _exponent_up(magnitude: Tensor) -> Tensor:
+    """The exponent field of FP32 magnitude bits, one more where the mantissa is not zero; 255 for infinity and NaN."""
+    return magnitude.clamp(max=_INFINITY).add_(_MANTISSA).bitwise_right_shift_(23)
 
 
 def from_amax(amax: Tensor, element: Element, policy: str, arithmetic: str = "divide") -> Tensor:
@@ -91,19 +94,17 @@ def from_amax(amax: Tensor, element: Element, policy: str, arithmetic: str = "di
     if policy in ("ceil", "ceil_clamped"):
         return encode(scale_from_amax(amax, element, arithmetic), policy)
     magnitude = _magnitude(amax)
-    is_nan = magnitude > _INFINITY
-    magnitude = magnitude.clamp(max=_INFINITY)
     if policy == "floor":
-        exponent = magnitude >> 23
+        code = magnitude.clamp(max=_INFINITY).bitwise_right_shift_(23)
     elif policy == "ceil_amax":
-        exponent = (magnitude >> 23) + ((magnitude & _MANTISSA) != 0)
+        code = _exponent_up(magnitude)
     elif policy == "even":
-        exponent = (magnitude + (1 << (22 - element.mantissa_bits))) >> 23
+        code = magnitude.clamp(max=_INFINITY).add_(1 << (22 - element.mantissa_bits)).bitwise_right_shift_(23)
     else:
         raise ValueError(f"ue8m0: policy {policy!r} is none of {', '.join(AMAX_POLICIES)}")
     # A subnormal amax has exponent field 0 instead of its true exponent: code 0 either way, since emax >= 2.
-    code = (exponent - element.emax).clamp(0, 254)
-    return torch.where(is_nan, torch.full_like(code, NAN), code).to(torch.uint8)
+    code.sub_(element.emax).clamp_(0, 254)
+    return code.masked_fill_(magnitude > _INFINITY, NAN).to(torch.uint8)
 
 
 def scale_from_amax(amax: Tensor, element: Element, arithmetic: str = "divide") -> Tensor:
