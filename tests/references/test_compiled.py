@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from references import compiled
+from references import chunks, compiled
 from references.blocks import Quantized, block_amax, dequantize, nominal_payload, quantize, scale_grid
 from references.elements import E2M1, E4M3FN, E5M2, ELEMENTS, Element, encode_bits, encode_table, ordinal
 from references.recipes import DequantRounding, Recipe
@@ -173,6 +173,29 @@ def test_every_code_dequantised(
             assert torch.equal(slow.isnan(), fast.isnan())
             assert torch.equal(slow.nan_to_num(1.0).signbit(), fast.nan_to_num(1.0).signbit())
             torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_numba
+@pytest.mark.parametrize("rows", [1, 5, 257])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pieces_and_threads_join_without_a_seam(rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(rows, 140, generator=torch.Generator().manual_seed(rows))
+    monkeypatch.setattr(chunks, "STRIPES_FROM", 1)
+    monkeypatch.setattr(chunks, "STRIPE_ELEMENTS", 4 * 140)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name in ("mxfp8 ceil", "deepseek_fp8 128x128 fp32", "fp8_per_tensor fp32"):
+            answers, products = [], []
+            for _ in both_ways(monkeypatch):
+                answers.append(quantize(x, SCHEMES[name], DEFAULT))
+                scales = answers[0].scales
+                assert scales is not None
+                products.append(dequantize(answers[0].payload, scales, SCHEMES[name]))
+            assert_same(*answers)
+            assert torch.equal(*products)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_products_by_hand() -> None:
