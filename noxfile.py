@@ -29,6 +29,8 @@ validation: {links: {anchors: warn, unrecognized_links: warn}}
 NO_DEPENDENCIES = ROOT / "constraints" / "no-deps.txt"
 
 
+PATIENCE = 120
+"""Seconds that a command has to write its files after Ctrl-C; nox alone would kill it after half of one."""
 GATED = ("flashinfer", "sglang", "torch")
 """Whose gates the main job looks at; the session ``gating`` compiles kernels too."""
 
@@ -49,7 +51,7 @@ def python(session: nox.Session, *arguments: str) -> None:
         session.run(PYTHON, *install, "-e", ".[torchao,fast]", *LINT, external=True)
         session.run(PYTHON, *install, "--no-deps", "-r", str(NO_DEPENDENCIES), external=True)
         STAMP.write_text(wanted)
-    session.run(PYTHON, *arguments, external=True)
+    session.run(PYTHON, *arguments, external=True, interrupt_timeout=PATIENCE, terminate_timeout=PATIENCE)
 
 
 @nox.session(venv_backend="none")

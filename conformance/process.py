@@ -266,7 +266,7 @@ class Worker:
                 return
             except (_Ended, OSError, FrameError) as error:
                 self._reap()
-                if attempt == 2 or self._closed:
+                if attempt == 2 or self._closed or getattr(error, "status", "") == "hang":
                     line = f"{self.label}: cannot start: {watch.one_line(str(error))}"
                     raise (
                         StartFailed(error.status, line) if isinstance(error, _Ended) else WorkerFailed(line)

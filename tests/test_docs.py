@@ -116,3 +116,11 @@ def test_the_readme_names_everything_on_offer() -> None:
         assert f"`{operation}`" in readme, f"operation {operation}"
     for session in SESSIONS:
         assert re.search(rf"nox -s {session}\b", readme), f"session {session}"
+
+
+def test_nox_gives_a_command_time_to_write_its_files_after_ctrl_c() -> None:
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    ours = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "python")
+    calls = [ast.unparse(node) for node in ast.walk(ours) if isinstance(node, ast.Call)]
+    (last,) = [call for call in calls if call.startswith("session.run(PYTHON, *arguments")]
+    assert "interrupt_timeout=PATIENCE, terminate_timeout=PATIENCE" in last

@@ -258,6 +258,20 @@ def test_ctrl_c_writes_the_files_and_marks_them_incomplete(run: Run, tmp_path: P
     assert (tmp_path / "out" / "report.md").exists()
 
 
+def test_ctrl_c_before_anything_was_executed_is_still_an_interrupt(run: Run, tmp_path: Path, fakes: Any) -> None:
+    def cancelled(case: Case) -> CallReply:
+        if not fakes.closed.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert fakes.closed.wait(10)
+        return fakes.right(case)
+
+    fakes.offer(lib=cancelled)
+    code, out, err = run("--case", PASSING, cases=None)
+    assert (code, err) == (130, "")
+    assert "interrupted: writing the reports" in out
+    assert (tmp_path / "out" / "report.md").exists()
+
+
 def test_a_failure_of_the_harness_is_exit_3(run: Run, tmp_path: Path, fakes: Any) -> None:
     fakes.offer(lib=lambda case: CallReply(status="ok", input_sha256="0", outputs=fakes.right(case).outputs))
     code, _, err = run()
