@@ -1,9 +1,18 @@
 """Enclosures of the weights, given the ids that were really returned.
 
 A ratio s_i / sum grows with s_i and falls with every other score, so its ends are lo_i / (lo_i + sum of other hi) and
-hi_i / (hi_i + sum of other lo). On top come, relative to the value: (n - 1) u for summing n terms in any order, delta
-for the division, 2 u for adding 1e-20 (its own FP32 value and the sum), 2 u for the scaling factor (its FP32 value and
-the product); absolutely 2^-126 wherever a result may be flushed. Last, the FP32 value is rounded to the weight's dtype.
+hi_i / (hi_i + sum of other lo). On top come, relative to the value: at most (n - 1) u for summing n terms in any order,
+delta for the division, 2 u for adding 1e-20 (its own FP32 value and the sum), 2 u for the scaling factor (its FP32
+value and the product); absolutely 2^-126 wherever a result may be flushed. Last, the FP32 value is rounded to the
+weight's dtype.
+
+A softmax's sum errs by less, in any order and any tree. Its n - 1 partial sums of n nonnegative terms err by u times
+themselves. At most n - t + 1 of them have t terms or more, since the lowest of these holds t - 2 smaller ones: so
+together they are at most the sums of the 2, 3, ... n largest terms. And with h = u times the whole sum an addition errs
+by min(h, x, y) at most, x and y being what it adds, since either is a number of FP32. By induction all errors below a
+partial sum s, with min(h, s) added, are at most the terms' sum of min(h, term) times (1 + 2 u)^n: an addition of
+x, y >= h leaves h + h of min(h, x) + min(h, y), one of x < h <= y leaves x + h, one of x, y < h leaves x + y but for
+2 u of it.
 """
 
 from __future__ import annotations
@@ -68,7 +77,7 @@ def enclose(
     if factor != 1.0:
         roundings += 2 * U32
         ratio = Interval(ratio.lo * factor, ratio.mid * factor, ratio.hi * factor)
-    flush = TINY * (1.0 + factor) if roundings else 0.0
+    flush = TINY * (1.0 + factor) if isinstance(roundings, Tensor) or roundings else 0.0
     return _finish(ratio, (roundings + SLACK) * GROWTH, flush, free, nan_allowed, config, recipe)
 
 
@@ -90,7 +99,7 @@ def _free(picked: Tensor, x: Tensor, config: RoutingConfig) -> Tensor:
 
 def _ratio(
     ids: Tensor, x: Tensor, config: RoutingConfig, recipe: RoutingRecipe, zeroed: Zeroed | None
-) -> tuple[Interval, float, Tensor]:
+) -> tuple[Interval, Tensor | float, Tensor]:
     """The weight before scaling, the relative error of the steps after the scores, and where 0 / 0 may occur."""
     never = torch.zeros(ids.shape, dtype=torch.bool, device=x.device)
     division = recipe.division_error
@@ -98,7 +107,7 @@ def _ratio(
         picked = x.gather(1, ids)
         top = picked.amax(1, keepdim=True).clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
         e = exponentials(picked, top, recipe)
-        return _share(e, _sum(e), config.top_k, division, never)
+        return _share(e, e, division, never)
     if config.rule.score != "softmax":
         s = score(config.rule.score, x.gather(1, ids), recipe)
         if not config.normalized:
@@ -108,7 +117,7 @@ def _ratio(
     e = exponentials(x, top, recipe)
     total = _sum(e)
     if not config.normalized:
-        share, roundings, never = _share(e.gather(ids), total, config.experts, division, never)
+        share, roundings, never = _share(e.gather(ids), e, division, never)
         return (zeroed.apply(share) if zeroed else share), roundings, never
     # Quotients by the common sum, in units of that sum: only their own rounding is left of the first division.
     widened = (division + SLACK) * GROWTH
@@ -122,12 +131,22 @@ def _sum(e: Interval) -> Interval:
     return Interval(e.lo.sum(1, keepdim=True), e.mid.sum(1, keepdim=True), e.hi.sum(1, keepdim=True))
 
 
-def _share(part: Interval, total: Interval, terms: int, division: float, nan: Tensor) -> tuple[Interval, float, Tensor]:
+def _share(part: Interval, terms: Interval, division: float, nan: Tensor) -> tuple[Interval, Tensor, Tensor]:
+    total = _sum(terms)
     others_lo, others_hi = (total.lo - part.lo).clamp_min(0.0), (total.hi - part.hi).clamp_min(0.0)
     lo, hi = part.lo / (part.lo + others_hi), part.hi / (part.hi + others_lo)
     mid = part.mid / total.mid
     lo, hi = (torch.where(torch.isnan(end), 0.0, end) for end in (lo, hi))
-    return Interval(lo, torch.where(torch.isnan(mid), 0.0, mid), hi), (terms - 1) * U32 + division, nan
+    return Interval(lo, torch.where(torch.isnan(mid), 0.0, mid), hi), sum_error(terms) + division, nan
+
+
+def sum_error(terms: Interval) -> Tensor:
+    """Relative error of an FP32 sum of nonnegative terms [tokens, n] in any order, [tokens, 1]."""
+    total, most = _sum(terms), (terms.hi.shape[1] - 1) * U32
+    prefixes = U32 * terms.hi.sort(1, descending=True).values.cumsum(1)[:, 1:].sum(1, keepdim=True)
+    absorbed = torch.minimum(terms.hi, U32 * total.hi).sum(1, keepdim=True)
+    found = torch.minimum(prefixes, absorbed) / total.lo
+    return torch.where(found < most, found, most)
 
 
 def _renormalized(
@@ -155,19 +174,17 @@ def _renormalized(
 
 def _finish(
     ratio: Interval,
-    relative: float,
+    relative: Tensor | float,
     flush: float,
     free: Tensor,
     nan_allowed: Tensor,
     config: RoutingConfig,
     recipe: RoutingRecipe,
 ) -> Weights:
-    lo = (
-        torch.where(ratio.lo > 0, (ratio.lo * (1 - relative) - flush).clamp_min(0.0), ratio.lo)
-        if relative
-        else ratio.lo
-    )
-    hi = ratio.hi * (1 + relative) + flush if relative else ratio.hi
+    lo, hi = ratio.lo, ratio.hi
+    if isinstance(relative, Tensor) or relative:
+        lo = torch.where(lo > 0, (lo * (1 - relative) - flush).clamp_min(0.0), lo)
+        hi = hi * (1 + relative) + flush
     out_lo, nominal, out_hi = (to_dtype(end, recipe.weight_dtype) for end in (lo, ratio.mid, hi))
     nominal = nominal.clamp(out_lo, out_hi)
     stage_radii = {

@@ -17,6 +17,8 @@ from fuzz.grammar import GEMM_SCALES, GEMM_VALUES
 from references.accumulators import _fine, nonzero_terms, radius, sums
 from references.gemm_formats import Operand, Side
 from references.recipes import Recipe
+from references.routing.scores import Interval
+from references.routing.weights import sum_error
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gemm_variants import nearest, toward_zero
@@ -197,3 +199,35 @@ def test_fine_terms_are_counted_one_by_one(variant, values):
         expected = sum((terms < last[..., None] - less).sum(2) for less in (0, 1))
         found = _fine(facts, a, b, largest, "fp32_any")
         assert torch.equal(found, expected * torch.exp2(last.double()))
+
+
+def softmax_bound(terms):
+    """The bound on a sum of nonnegative terms, absolute."""
+    exact = torch.tensor([list(map(float, terms))], dtype=torch.float64)
+    return float(sum_error(Interval(exact, exact, exact))) * float(sum(terms)) * (1 + 2.0**-10)
+
+
+def test_every_tree_of_nonnegative_terms_is_within_the_bound_of_a_softmax():
+    noise, nearest_edge = random.Random(5), 0.0
+    for count, draws in ((2, 100), (3, 100), (4, 40), (5, 12)):
+        for _ in range(draws):
+            terms = [abs(term) for term in draw(noise, count)]
+            worst = float(max(abs(value - sum(terms)) for value in reachable(tuple(terms), cut=False)))
+            found = softmax_bound(terms)
+            assert worst <= found or not any(terms), terms
+            if any(terms):
+                nearest_edge = max(nearest_edge, worst / found)
+    assert nearest_edge > 0.7
+
+
+@pytest.mark.parametrize(("first", "least"), [(2.0**24, 0.97), (2.0**30, 0.85)])
+def test_a_large_term_first_reaches_the_bound_of_a_softmax(first, least):
+    """All 400 ones behind it are lost, each a tie or less: all that the bound allows but for the first's own."""
+    assert float(nearest(torch.tensor(first + 1.0, dtype=torch.float64))) == first
+    assert least < 400 / softmax_bound([first, *[1.0] * 400]) <= 1
+
+
+def test_equal_terms_count_half():
+    """Their partial sums are 2, 3, ... n of n: (n + 2) (n - 1) / 2 in all, of a sum of n."""
+    found = sum_error(Interval(*[torch.ones(1, 400, dtype=torch.float64)] * 3))
+    assert float(found) == pytest.approx(402 * 399 / 2 / 400 * 2.0**-24)
