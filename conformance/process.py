@@ -249,10 +249,14 @@ class Worker:
             except _Ended as end:
                 raise WorkerFailed(f"{self.label}: {request['do']}: {end}") from None
             except _Refused as error:
-                raise WorkerFailed(str(error)) from None
+                raise WorkerFailed(self._blamed(str(error))) from None
             except FrameError as error:
                 self.stop()
                 raise WorkerFailed(f"{self.label}: {request['do']}: protocol: {error}") from None
+
+    def _blamed(self, line: str) -> str:
+        """An error of the worker under its source's name, which one of our own code there lacks."""
+        return line if line.startswith(self.label) else f"{self.label}: {line}"
 
     def _ensure(self) -> None:
         """Have a process that has imported its source. Raises `StartFailed`, or `WorkerFailed` if none can be made."""
@@ -273,7 +277,7 @@ class Worker:
                     ) from None
             except _Refused as error:
                 self._reap()
-                raise StartFailed("crash", str(error)) from None
+                raise StartFailed("crash", self._blamed(str(error))) from None
 
     def _start(self) -> None:
         if self._closed:

@@ -131,6 +131,7 @@ def _one(request: Request, subject: Subject, ledger: Ledger, console: Console) -
         claimed = examiner.claimed(case)
         if isinstance(claimed, str):
             raise UsageError(f"{subject.backend} on {subject.device} does not claim this case: {claimed}")
+        _check_options(subject, claimed)
         swift = Examiner(target, worker, oracle, min(request.deadline, SHRINK_DEADLINE))
         return _Repro(request, subject, case, found, claimed, examiner, swift, console).show()
     except WorkerFailed as error:
@@ -139,6 +140,23 @@ def _one(request: Request, subject: Subject, ledger: Ledger, console: Console) -
         raise HarnessError(str(error)) from None
     finally:
         fleet.close()
+
+
+def _check_options(subject: Subject, claimed: Claimed) -> None:
+    """Refuse call options that nobody would heed: the plain call would stand for them. Raises `UsageError`."""
+    if not subject.options:
+        return
+    from conformance.call_options import CARRIED_OUT  # torch comes with it
+
+    known = {**{key: list(words) for key, words in CARRIED_OUT.items()}, **claimed.claim["options"]}
+    for key, word in subject.options.items():
+        if key not in known:
+            listed = ", ".join(sorted(known))
+            raise UsageError(f"{subject.backend} has no call option {key!r} for this case; known: {listed}")
+        if key in CARRIED_OUT and word not in CARRIED_OUT[key]:
+            raise UsageError(f"call option {key}={word} is none of {', '.join(CARRIED_OUT[key])}")
+        if key in ("stream", "graph") and not subject.device.startswith("cuda"):
+            raise UsageError(f"call option {key}={word}: {subject.device} has no streams")
 
 
 def _check_size(case: Case, memory_limit: int | None) -> None:

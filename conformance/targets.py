@@ -13,7 +13,7 @@ from conformance.discover import UsageError
 from conformance.launch import BackendSource
 from conformance.messages import Description
 from conformance.oracles import HarnessError
-from conformance.process import Worker, WorkerFailed
+from conformance.process import StartFailed, Worker, WorkerFailed
 
 DESCRIBE_DEADLINE = 300.0
 """Seconds for a source to be imported and described."""
@@ -158,6 +158,8 @@ class Fleet:
         try:
             oracle.devices(DESCRIBE_DEADLINE)
         except WorkerFailed as error:
+            if isinstance(error, StartFailed) and error.status == "oom":
+                raise UsageError(f"--memory-limit: too little: {error}") from None
             raise HarnessError(str(error)) from None
         self._spare_oracles.append(oracle)
 
@@ -171,6 +173,8 @@ class Fleet:
                 raise UsageError(str(error)) from None
             reason = str(error).removeprefix(f"{source.label}: ")
             return [Absent(backend=name, device=device, reason=reason) for name in source.names or (source.name,)]
+        if not descriptions and source.kind.startswith("plugin"):
+            raise UsageError(f"{source.label}: backends() yields no backend")
         spare = [worker]
 
         def start() -> Worker:

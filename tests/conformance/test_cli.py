@@ -119,6 +119,12 @@ def test_repro_shows_the_elements_that_differ(capfd: pytest.CaptureFixture[str])
         ("raise RuntimeError('no\\nluck')\n", "plugin mine.py: RuntimeError: no luck"),
         ("", "plugin mine.py: offers no function backends()"),
         ("def backends(): return [3]\n", "plugin mine.py: int is no Backend"),
+        ("def backends(): return []\n", "plugin mine.py: backends() yields no backend"),
+        pytest.param(
+            f"import sys\nsys.modules['conformance.worker'] = None\n{(PLUGINS / 'good.py').read_text()}",
+            "plugin mine.py: ModuleNotFoundError: ",
+            id="hides a module of ours",
+        ),
     ],
 )
 def test_a_plugin_that_does_not_load_is_one_line(

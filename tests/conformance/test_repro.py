@@ -69,9 +69,9 @@ def test_a_crash_is_repeated_alone(repro: Say, fakes: Any) -> None:
 
 def test_options_reach_the_call_and_are_shown(repro: Say, fakes: Any) -> None:
     fakes.offer(lib=fakes.right)
-    code, lines, _ = repro("--option", "tactic=3", "--option", "graph=1")
+    code, lines, _ = repro("--option", "inputs=strided")
     assert code == 0
-    assert "options  graph=1 tactic=3" in lines
+    assert "options  inputs=strided" in lines
 
 
 def test_inputs_other_than_expected_are_a_failure_of_the_harness(repro: Say, fakes: Any) -> None:
@@ -87,6 +87,9 @@ def test_inputs_other_than_expected_are_a_failure_of_the_harness(repro: Say, fak
         (("--option", "tactic"), "--option 'tactic' is not KEY=VALUE"),
         (("--option", "poison=nan"), "--option 'poison=nan' is not KEY=VALUE"),
         (("--option", "a=1", "--option", "a=2"), "--option 'a=2' is not KEY=VALUE"),
+        (("--option", "tactic=3"), "lib has no call option 'tactic' for this case; known: graph, inputs, stream"),
+        (("--option", "graph=reply"), "call option graph=reply is none of replay"),
+        (("--option", "stream=side"), "call option stream=side: cpu has no streams"),
         (("--expect-sha256", "12"), "--expect-sha256 is not 64 hexadecimal digits"),
         (("--device", "cuda:0"), "unknown device 'cuda:0'; known: cpu"),
         (("--times", "0"), "Invalid value for '--times'"),
