@@ -1,13 +1,14 @@
 """No false alarm: correct implementations of every kind over many drawn cases, and how much of their bounds they use.
 
-    python -m benchmarks.legal_variants [--cases 610] [--seed 0] [--out docs/results/legal-variants.md]
+    python -m benchmarks.legal_variants [--cases 610] [--seed 0] [--jobs 2] [--out docs/results/legal-variants.md]
 
 ``--cases`` is for each variant of ``gemm``, ``grouped_gemm``, ``moe`` and ``routing``. Every case is judged once, under
 the recipe of the implementation whose turn it is: another order of K, split K in FP32, one product after another,
-truncating additions, tensor-core instructions, scales on each block's sum, BF16 partial sums, intermediates in BF16,
-payloads by reciprocals, other forms of the sigmoid and of a division. The table has two medians of headroom (1 is the
-edge of what is admissible) over the cases in which anything was rounded: of a case's largest, and, in every fourth
-case, of its median element among those that were rounded. Of a router they are those of its weights.
+the largest or all positive ones first, truncating additions, tensor-core instructions, scales on each block's sum, BF16
+partial sums, intermediates in BF16, payloads by reciprocals, other forms of the sigmoid and of a division. The table
+has two medians of headroom (1 is the edge of what is admissible) over the cases in which anything was rounded: of a
+case's largest, and, in every fourth turn of each implementation, of its median element among those that were rounded.
+Of a router they are those of its weights.
 
 Exits 1 if anything correct was rejected.
 """
@@ -20,16 +21,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import planted_moe_faults as layers
-from conformance.backends import _torch_gemm as products
+from benchmarks.summation import ANY, MATMULS, RN, SLOW, MatMul, by_blocks, by_instructions, in_bf16
 from conformance.backends import _torch_moe as composite
 from conformance.backends import _torch_routing as routers
 from conformance.operations import OPERATIONS, gemm, grouped_gemm, moe
@@ -42,17 +44,17 @@ from references.judging import judge_interval
 from references.recipes import Recipe
 from references.routing import judge_weights
 from references.routing.cases import config_of, routing_recipe
-from references.tensor_cores import TensorCore, tensor_core_dot, truncate
 
-F32, F64 = torch.float32, torch.float64
-RN = Recipe(source="FP32, to nearest", accumulator="fp32_rn")
-ANY = Recipe(source="FP32 in any order and rounding")
+F32 = torch.float32
 OPERATION_NAMES = ("gemm", "grouped_gemm", "moe", "routing")
 MOST = 2**16
 """Elements of a case's largest matrix."""
 Inputs = Mapping[str, Tensor]
 Parts = dict[str, Tensor]
-MatMul = Callable[[Tensor, Tensor], Tensor]
+
+
+LONGEST = 1024
+"""K up to which `SLOW` ways to multiply are taken."""
 
 
 @dataclass(frozen=True)
@@ -63,74 +65,6 @@ class Legal:
     answer: Callable[[Case, Inputs], Parts]
     recipe: Recipe
     covers: Callable[[Case], bool] = lambda case: True
-
-
-def one_by_one_truncating(a: Tensor, b: Tensor) -> Tensor:
-    """One product after another, every addition cut toward zero."""
-    total = a.new_zeros(a.shape[0], b.shape[0], dtype=F64)
-    for k in range(a.shape[1]):
-        total = truncate(total + (a[:, k, None] * b[None, :, k]).to(F64), 24, -149)
-    return total.to(F32)
-
-
-def shuffled(a: Tensor, b: Tensor) -> Tensor:
-    """K in a random order."""
-    order = torch.randperm(a.shape[1], generator=torch.Generator().manual_seed(a.shape[1]))
-    return products.matmul(a[:, order], b[:, order])
-
-
-def pairwise(a: Tensor, b: Tensor) -> Tensor:
-    """Products added by a tree."""
-    terms = a[:, None, :] * b[None, :, :]
-    while terms.shape[2] > 1:
-        terms = F.pad(terms, (0, terms.shape[2] % 2))
-        terms = terms[..., 0::2] + terms[..., 1::2]
-    return terms[..., 0]
-
-
-MATMULS: Mapping[str, tuple[MatMul, Recipe]] = {
-    "one FP32 matmul": (products.matmul, RN),
-    "K backwards": (lambda a, b: products.matmul(a.flip(1), b.flip(1)), RN),
-    "K shuffled": (shuffled, RN),
-    "split-K in FP32": (layers.split_k, RN),
-    "one product at a time": (layers.one_by_one, RN),
-    "one product at a time, truncating": (one_by_one_truncating, ANY),
-    "a tree": (pairwise, RN),
-    "FP64 sums": (lambda a, b: (a.double() @ b.double().T).float(), RN),
-}
-
-
-SLOW = ("one product at a time", "one product at a time, truncating", "a tree")
-LONGEST = 1024
-"""K up to which `SLOW` ways to multiply are taken."""
-
-
-def by_blocks(a: Operand, b: Operand) -> Tensor:
-    """Each K block's dot product in FP32, times both scales, added."""
-    width, k = min(a.width, b.width), a.codes.shape[1]
-    total = torch.zeros(len(a.codes), len(b.codes))
-    for start in range(0, k, width):
-        part = slice(start, min(start + width, k))
-        dot = a.codes[:, part].float() @ b.codes[:, part].float().T
-        scale = a.scales[:, start // a.width, None].float() * b.scales[None, :, start // b.width].float()
-        total = total + dot * scale
-    return total
-
-
-def by_instructions(a: Operand, b: Operand) -> Tensor:
-    """Sixteen products at a time on operands dequantised to BF16 payloads: 25 bits below the largest, truncated."""
-    core = TensorCore(products=16, fraction_bits=25, significand_bits=24)
-    return tensor_core_dot(a.values, b.values, "bf16", core).to(F32)
-
-
-def in_bf16(a: Operand, b: Operand) -> Tensor:
-    """Three parts of K, each in FP32, rounded to BF16 and added in FP32."""
-    size = -(-a.values.shape[1] // 3)
-    total = torch.zeros(len(a.codes), len(b.codes))
-    for start in range(0, a.values.shape[1], size):
-        part = slice(start, start + size)
-        total = total + (a.values[:, part].float() @ b.values[:, part].float().T).to(torch.bfloat16).float()
-    return total
 
 
 Multiply = Callable[[Operand, Operand], Tensor]
@@ -207,11 +141,12 @@ class _Where:
 @dataclass(frozen=True)
 class Form:
     """One way to write a router in FP32. tanh: sigmoids by tanh. wide: scores in FP64, rounded. reciprocal: quotients
-    as products. bias: its dtype."""
+    as products. descending: sums one term after another, the largest first. bias: its dtype."""
 
     tanh: bool = False
     wide: bool = False
     reciprocal: bool = False
+    descending: bool = False
     bias: torch.dtype = F32
 
     def __call__(self, case: Case, inputs: Inputs) -> Parts:
@@ -230,7 +165,7 @@ class Form:
         if method == "Renormalize":
             weights = self._softmax(weights)
         elif method in routers.RENORMALIZED or dict(case.params).get("renormalize") == "on":
-            weights = self._over(weights, weights.sum(dim=1, keepdim=True) + 1e-20)
+            weights = self._over(weights, self._sum(weights) + 1e-20)
         if method in (*routers.BIASED, "GroupedTopK"):
             weights = weights * float(case["scaling"])
         return routers._parts(case, ids, weights, case.integer("experts"), inputs.get("expert_map"))
@@ -246,7 +181,15 @@ class Form:
         if self.wide:
             return x.double().softmax(dim=1).float()
         e = torch.exp(x - x.amax(dim=1, keepdim=True))
-        return self._over(e, e.sum(dim=1, keepdim=True))
+        return self._over(e, self._sum(e))
+
+    def _sum(self, terms: Tensor) -> Tensor:
+        if not self.descending:
+            return terms.sum(dim=1, keepdim=True)
+        total = torch.zeros_like(terms[:, :1])
+        for term in terms.sort(dim=1, descending=True).values.T:
+            total = total + term[:, None]
+        return total
 
     def _over(self, a: Tensor, b: Tensor) -> Tensor:
         return a * (1 / b) if self.reciprocal else a / b
@@ -268,6 +211,7 @@ def _routers() -> list[Legal]:
         ("torch.topk", _plain_router, Recipe(source="torch.topk", tie_rule="any"), always),
         ("scores in FP64", Form(wide=True), lowest, always),
         ("sigmoid by tanh", Form(tanh=True), replace(sorted_, sigmoid="tanh"), sigmoid),
+        ("the largest terms first", Form(descending=True), sorted_, always),
         # Two roundings: of the reciprocal and of the product.
         ("quotients by reciprocals", Form(reciprocal=True), replace(sorted_, division_error=2.0**-22), always),
         ("bias in BF16", Form(bias=torch.bfloat16), replace(sorted_, bias_dtype="bf16"), biased),
@@ -335,13 +279,14 @@ class Tally:
 def examine(cases: Sequence[Case], tallies: dict[tuple[str, str], Tally]) -> None:
     """Judge each case with the implementation whose turn it is, and count."""
     implementations = legal()
-    for number, case in enumerate(cases):
+    for case in cases:
         tally = tallies.setdefault((case.operation, case.variant), Tally())
         some = [item for item in implementations[case.operation] if item.covers(case)]
         chosen = some[tally.cases % len(some)]
         inputs: Any = OPERATIONS[case.operation].inputs(case)
         parts = chosen.answer(case, inputs)
         verdicts = OPERATIONS[case.operation].judge(case, inputs, parts, chosen.recipe)
+        turn = tally.cases // len(some) + tally.cases % len(some)
         tally.cases += 1
         tally.rejected += [f"{case}, {chosen.name}: {v.part}: {v.message}" for v in verdicts if v.verdict != "pass"]
         judged = next(v for v in verdicts if v.part in ("output", "weights", "packed"))
@@ -349,7 +294,7 @@ def examine(cases: Sequence[Case], tallies: dict[tuple[str, str], Tally]) -> Non
         if judged.headroom:
             tally.largest.setdefault(out, []).append(judged.headroom)
         tally.exact += judged.headroom == 0
-        if number % 4 == 0:
+        if turn % 4 == 0:  # every fourth turn of each implementation
             found = element_headrooms(case, inputs, parts, chosen.recipe)
             if found.numel():
                 tally.typical.setdefault(out, []).append(float(found.median()))
@@ -409,12 +354,19 @@ def head(command: str) -> str:
         f"Made by `{command}`; torch {torch.__version__}, Python {platform.python_version()}.\n\n"
         "Every case is judged with one correct implementation, under what that one declares. `exact`: cases in\n"
         "which nothing was rounded. Over the others medians of headroom (1 is the edge of what is admissible), by\n"
-        "the dtype of the output: of a case's largest, and, in every fourth case, of its median element among\n"
-        "those that were rounded. Of a router, of its weights.\n\n"
+        "the dtype of the output: of a case's largest, and, in every fourth turn of each implementation, of its\n"
+        "median element among those that were rounded. Of a router, of its weights.\n\n"
         "A bound on an FP32 sum holds for the worst order and the worst signs, and a case tries one order: its\n"
         "largest headroom says how near a correct answer comes. A BF16 output comes to the edge by its own\n"
         "rounding, so there the median element tells more; it is a half where that rounding is all there is.\n\n"
     )
+
+
+def _row(what: tuple[str, str, int, int]) -> dict[tuple[str, str], Tally]:
+    """The tally of one operation x format."""
+    tallies = dict[tuple[str, str], Tally]()
+    examine(draw(*what), tallies)
+    return tallies
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -424,17 +376,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--operation", choices=OPERATION_NAMES, action="append")
     parser.add_argument("--format", action="append", help="formats or routing methods; all by default")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="rows of the table at a time; two are quickest on two cores"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    if options.cases < 1:
-        parser.error("--cases is at least 1")
+    if options.cases < 1 or options.jobs < 1:
+        parser.error("--cases and --jobs are at least 1")
     start, tallies = time.monotonic(), dict[tuple[str, str], Tally]()
-    for operation in options.operation or OPERATION_NAMES:
-        for variant in GRAMMAR[operation]:
-            if options.format and variant not in options.format:
-                continue
-            examine(draw(operation, variant, options.cases, options.seed), tallies)
-            print(f"{time.monotonic() - start:.0f} s: {operation} {variant}", file=sys.stderr, flush=True)
+    rows = [
+        (operation, variant, options.cases, options.seed)
+        for operation in options.operation or OPERATION_NAMES
+        for variant in GRAMMAR[operation]
+        if not options.format or variant in options.format
+    ]
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for row, found in zip(rows, pool.map(_row, rows) if options.jobs > 1 else map(_row, rows), strict=True):
+            tallies |= found
+            print(f"{time.monotonic() - start:.0f} s: {row[0]} {row[1]}", file=sys.stderr, flush=True)
     if not tallies:
         parser.error(f"no operation has a format {', '.join(options.format)}")
     rejected = [line for tally in tallies.values() for line in tally.rejected]

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks import legal_variants
+from benchmarks import legal_variants, summation
 from benchmarks.legal_variants import ANY, Legal, Tally, cut, draw, examine, legal, main, size, table
 from fuzz.case import Case
 from fuzz.grammar import GRAMMAR
@@ -57,3 +57,13 @@ def test_grouped_products_are_cut_until_they_are_small():
     assert found.integer("k") % 2 == 0
     assert (found["values"], found.seed, found["grouping"]) == ("normal", 4, "masked")
     assert len({case.text for case in draw("grouped_gemm", "bf16", 40, 1)}) == 40
+
+
+def test_orders_by_hand():
+    """Behind 2^24 FP32 holds even numbers alone: a 1 is lost to nearest, and of a 3 one is cut."""
+    big, ones = 2.0**24, torch.ones(1, 3)
+    assert float(summation.largest_first(torch.tensor([[1.0, 1.0, big]]), ones)) == big
+    assert float(summation.positive_first(torch.tensor([[-1.0, 1.0, big]]), ones)) == big - 1
+    assert float(summation.positive_first_truncating(torch.tensor([[0.0, 3.0, big]]), ones)) == big + 2
+    rows = torch.arange(12.0).view(4, 3) - 5
+    assert torch.equal(summation.positive_first(rows, rows), rows @ rows.T)
