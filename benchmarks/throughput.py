@@ -4,7 +4,8 @@
 
 Prints Markdown. Every implementation of a task gets the same tensors; the median of the repeats counts. GB/s is what
 goes in and comes out (inputs read once, outputs written once), so a plain copy is the ceiling. Outputs are allocated
-inside the timed call, as a caller would. Libraries differ in what they compute: the column *output* says so.
+inside the timed call, as a caller would. Libraries differ in what they compute: the column *output* says so. On a
+machine that is busy with other things, ``--threads 1 --processor-time`` still compares.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from references import blocks, packing, schemes
+from references import blocks, compiled, packing, schemes
 from references.recipes import Recipe
 
 RECIPE = Recipe(source="docs/operations.md")
@@ -290,8 +291,12 @@ def lift(path: Path, names: tuple[str, ...], into: dict[str, Any]) -> None:
 # Measuring
 
 
-def seconds(candidate: Candidate, repeats: int, device: torch.device) -> tuple[float, int]:
-    """The median time of a call, and the bytes that it reads and writes; the first call is not counted."""
+def seconds(candidate: Candidate, repeats: int, device: torch.device, processor: bool) -> tuple[float, int]:
+    """The median time of a call, and the bytes that it reads and writes; the first call is not counted.
+
+    processor: the least processor time instead, of all threads together.
+    """
+    clock = time.process_time if processor else time.perf_counter
     assert candidate.call is not None
     result = candidate.call()
     outputs = [part for part in (result if isinstance(result, tuple) else (result,)) if isinstance(part, Tensor)]
@@ -300,11 +305,11 @@ def seconds(candidate: Candidate, repeats: int, device: torch.device) -> tuple[f
     times = []
     for _ in range(repeats):
         synchronise(device)
-        start = time.perf_counter()
+        start = clock()
         candidate.call()
         synchronise(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times), moved
+        times.append(clock() - start)
+    return min(times) if processor else statistics.median(times), moved
 
 
 def synchronise(device: torch.device) -> None:
@@ -323,7 +328,13 @@ def machine(device: torch.device) -> str:
     )
 
 
-def table(x: Tensor, repeats: int, tasks: str) -> Iterator[str]:
+def numba(x: Tensor) -> str:
+    """Whether the references take their compiled passes on such a matrix."""
+    used = compiled.pays(compiled.row_maxima, x)
+    return f"Numba {importlib.metadata.version('numba')}" if used else "no Numba"
+
+
+def table(x: Tensor, repeats: int, tasks: str, processor: bool) -> Iterator[str]:
     """The Markdown table, a line at a time, as the measurements come."""
     yield "| task | implementation | output | M elements/s | GB/s | time / FP64 copy | time / ours |"
     yield "|---|---|---|--:|--:|--:|--:|"
@@ -335,7 +346,7 @@ def table(x: Tensor, repeats: int, tasks: str) -> Iterator[str]:
             yield f"| {item.task} | {item.name} | {item.output} | {item.missing} | | | |"
             continue
         try:
-            spent, moved = seconds(item, repeats, x.device)
+            spent, moved = seconds(item, repeats, x.device, processor)
         except Exception as error:  # another library's failure is a row, not the end
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:120].replace("|", "/")
             yield f"| {item.task} | {item.name} | {item.output} | {reason} | | | |"
@@ -355,18 +366,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; torch's default if 0")
     parser.add_argument("--task", default="", help="only tasks whose name contains this")
+    parser.add_argument("--processor-time", action="store_true", help="the least processor time, not the median time")
+    parser.add_argument("--no-numba", action="store_true", help="the references without their compiled passes")
     options = parser.parse_args(arguments)
     dtype, device = DTYPES[options.dtype], torch.device(options.device)
     rows = options.mib * 2**20 // (dtype.itemsize * options.columns) // 128 * 128
     if options.columns % 128 or rows < 128 or options.repeats < 1:
         parser.error("needs columns in multiples of 128, at least 128 rows of them within --mib, and a repeat")
+    if options.processor_time and device.type != "cpu":
+        parser.error("--processor-time is for a CPU")
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.no_numba:
+        compiled.LEAST_ELEMENTS = sys.maxsize
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, options.columns, generator=generator).to(dtype).to(device)
-    print(f"{rows} x {options.columns} {options.dtype} ({options.mib} MiB), median of {options.repeats};")
-    print(f"{machine(device)}; Python {platform.python_version()}, torch {torch.__version__}\n")
-    for line in table(x, options.repeats, options.task):
+    measure = "least processor time" if options.processor_time else "median"
+    print(f"{rows} x {options.columns} {options.dtype} ({options.mib} MiB), {measure} of {options.repeats};")
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, {numba(x)}"
+    print(f"{machine(device)}; {versions}\n")
+    for line in table(x, options.repeats, options.task, options.processor_time):
         print(line, flush=True)
     return 0
 
