@@ -118,7 +118,7 @@ class Engine:
         finally:
             self._progress.finish()
         if self._failure is not None:
-            if isinstance(self._failure, HarnessError):
+            if isinstance(self._failure, HarnessError | OSError):  # a full disk is no fault of ours
                 raise self._failure
             if isinstance(self._failure, WorkerFailed):
                 raise HarnessError(str(self._failure)) from self._failure
