@@ -81,13 +81,21 @@ def write(folder: Path, entry: Entry) -> Path:
 
 
 def keep(folder: Path, failures: Iterable[Mapping[str, Any]], say: Callable[[str], None]) -> None:
-    """Keep the failures of a run that have a capsule; where that cannot be, say so: the run's reports matter more."""
+    """Keep the failures of a run that have a capsule, and say so, since the folder lies outside of the run's own.
+
+    Where nothing can be kept that is said instead: the run's reports matter more.
+    """
+    new = 0
     try:
         for item in failures:
             if item["capsule"]:
-                write(folder, of_failure(item))
+                entry = of_failure(item)
+                new += not (folder / entry.name).exists()
+                write(folder, entry)
     except OSError as error:
         say(f"corpus {folder}: nothing can be kept there ({error.strerror or error})")
+    if new:
+        say(f"corpus {folder}: {new} new case{'s' * (new > 1)}, which later runs replay first (--corpus)")
 
 
 def read(folder: Path) -> list[Entry]:

@@ -145,6 +145,6 @@ def _shrink(
         path = capsules.write(out / FOLDER, held)
         item.update(counts, smallest=small.text_case.text, shrunk=case.text, capsule=f"{FOLDER}/{path.name}")
     except Exception as error:  # the run's verdicts stand, whatever becomes of this
-        item["note"] = f"not kept: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        item["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return time.monotonic() - started
     return small.seconds

@@ -290,12 +290,14 @@ def failure_lines(records: Sequence[Record], plugins: tuple[str, ...]) -> Iterat
 
 
 def kept_lines(listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Where the capsules of failures are, and how small they became."""
+    """Where the capsules of failures are, and how small they became; why there is none."""
     for item in listed:
         if item["capsule"]:
             counts = f"{item['differing']} of {item['elements']} elements differ from the simplest value"
             yield f"kept: {item['backend']}: {item['part']} {item['verdict']}: {item['shrunk']}; {counts}"
             yield f"    {item['repro']}"
+        elif item["note"]:
+            yield f"not made smaller: {item['backend']}: {item['part']} {item['verdict']}: {item['note']}"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import corpus
+from conformance import corpus, runs
 from conformance.cli import main
 from conformance.corpus import CorpusError, Entry
 from conformance.discover import UsageError
@@ -62,6 +62,7 @@ def test_a_failure_becomes_a_capsule_that_fails_again(tmp_path: Path, capfd: pyt
     (capsule,) = (out / "capsules").glob("*.json")
     said = capfd.readouterr().out
     assert f"nox -s repro -- '{capsule}'" in said
+    assert f"corpus {tmp_path / 'out' / 'corpus'}: 1 new case, which later runs replay first (--corpus)\n" in said
     assert main(["repro", str(capsule)]) == 1
     assert "output: wrong" in capfd.readouterr().out
     (of_run,), (of_id,) = subjects(str(out / "run.json"), out), subjects(Case.parse(CASE).id, out)
@@ -182,3 +183,20 @@ def test_a_corpus_that_cannot_be_written_is_said_and_costs_no_more(tmp_path: Pat
     said: list[str] = []
     corpus.keep(tmp_path / "file" / "corpus", listed, said.append)
     assert said == [f"corpus {tmp_path / 'file' / 'corpus'}: nothing can be kept there (Not a directory)"]
+
+
+def test_a_cause_that_is_kept_already_is_not_told_again(tmp_path: Path) -> None:
+    item = {"capsule": "x", "case": CASE, "smallest": CASE, "backend": "b", "device": "cpu"}
+    item |= {"verdict": "wrong", "part": "scales", "kind": "", "stage": "", "text": CASE}
+    said: list[str] = []
+    for _ in range(2):
+        corpus.keep(tmp_path / "corpus", [item, {**item, "backend": "c"}], said.append)
+    assert said == [f"corpus {tmp_path / 'corpus'}: 2 new cases, which later runs replay first (--corpus)"]
+
+
+def test_a_failure_that_could_not_be_made_smaller_says_why() -> None:
+    item = {"capsule": "", "backend": "b", "part": "call", "verdict": "flaky", "note": ""}
+    assert list(runs.kept_lines([item])) == []
+    assert list(runs.kept_lines([{**item, "note": "does not fail when it is called again by itself"}])) == [
+        "not made smaller: b: call flaky: does not fail when it is called again by itself"
+    ]
