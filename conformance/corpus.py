@@ -90,8 +90,9 @@ def keep(folder: Path, failures: Iterable[Mapping[str, Any]], say: Callable[[str
         for item in failures:
             if item["capsule"]:
                 entry = of_failure(item)
-                new += not (folder / entry.name).exists()
+                fresh = not (folder / entry.name).exists()
                 write(folder, entry)
+                new += fresh
     except OSError as error:
         say(f"corpus {folder}: nothing can be kept there ({error.strerror or error})")
     if new:
