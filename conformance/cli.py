@@ -7,6 +7,8 @@ starts with ``conformance: ``.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import secrets
@@ -14,33 +16,45 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from conformance import cli_tools as tools
 from conformance import ledger as ledgers
-from conformance import planning, units
-from conformance.discover import UsageError, check_names, sources
+from conformance import units
+from conformance.cli_options import (
+    DEADLINE,
+    MEMORY_LIMIT,
+    SEED,
+    SHRINK,
+    Deadline,
+    Devices,
+    Environments,
+    LedgerFile,
+    Memory,
+    NoDeps,
+    NoLedger,
+    Plugins,
+    cpus,
+    many,
+    parsed,
+)
+from conformance.discover import UsageError
 from conformance.engine import Limits
-from conformance.journal import RECORDS, JournalError, read_records, read_run
+from conformance.journal import JournalError
 from conformance.ledger import Ledger, LedgerError
 from conformance.oracles import HarnessError
 from conformance.run_settings import HARNESS, INTERRUPTED, USAGE, Settings
 from fuzz.case import CaseError
-from fuzz.grammar import GRAMMAR
 
 PROGRAM = "python -m conformance"
-SEED = 20261130
-"""The seed of a plan unless another is given: the same on every machine and day."""
-MEMORY_LIMIT = "8GiB"
-DEADLINE = "30s"
-SHRINK = "60s"
-"""For making the failures of a run smaller."""
-WIDTH = 160
-"""Columns of a table where the output is no terminal."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What a disk says that takes nothing more."""
 
 _STRAY = re.compile(r"Got unexpected extra arguments?\(?s?\)? \((\S+?)[ )]")
 
@@ -52,25 +66,10 @@ app = typer.Typer(
 )
 
 
-def _many(name: str, metavar: str, text: str) -> Any:
-    return typer.Option(name, metavar=metavar, help=f"{text} Repeatable.")
-
-
-Devices = Annotated[list[str] | None, _many("--device", "NAME", "Use this device only, such as cuda:1.")]
-Plugins = Annotated[list[str] | None, _many("--plugin", "FILE|MODULE", "Load further backends.")]
-Memory = Annotated[str, typer.Option("--memory-limit", metavar="SIZE", help="Resident memory of a worker.")]
-Deadline = Annotated[str, typer.Option(metavar="DURATION", help="Longest time for one call.")]
-LedgerFile = Annotated[Path, typer.Option("--ledger", metavar="FILE", help="Known failures.")]
-Environments = Annotated[Path, typer.Option(metavar="DIR", help="Where releases are installed.")]
-NoDeps = Annotated[bool, typer.Option("--no-deps", help="Install releases without what they ask for.")]
-NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Take no failure as known.")]
-
-
-@app.command()
 def run(
-    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Run this backend only.")] = None,
-    operation: Annotated[list[str] | None, _many("--operation", "NAME", "Run this operation only.")] = None,
-    variant: Annotated[list[str] | None, _many("--format", "NAME", "Run this format, policy or layout only.")] = None,
+    backend: Annotated[list[str] | None, many("--backend", "NAME", "Run this backend only.")] = None,
+    operation: Annotated[list[str] | None, many("--operation", "NAME", "Run this operation only.")] = None,
+    variant: Annotated[list[str] | None, many("--format", "NAME", "Run this format, policy or layout only.")] = None,
     device: Devices = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cases for each operation x variant.")] = None,
     least: Annotated[
@@ -79,7 +78,7 @@ def run(
     most: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Claimed cases of these that a backend is called on at most.")
     ] = None,
-    case: Annotated[list[str] | None, _many("--case", "TEXT", "Run this case.")] = None,
+    case: Annotated[list[str] | None, many("--case", "TEXT", "Run this case.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Run the cases of a plan file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
     budget: Annotated[str | None, typer.Option(metavar="DURATION", help="Stop after this time, such as 60s.")] = None,
@@ -105,7 +104,7 @@ def run(
         str, typer.Option(metavar="DIR|none", help="Kept cases, replayed first; corpus beside --out if absent.")
     ] = "",
     shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making failures smaller; 0s for none.")] = SHRINK,
-    gates: Annotated[list[str] | None, _many("--gates", "LIBRARY", "Also ask its architecture gates, first.")] = None,
+    gates: Annotated[list[str] | None, many("--gates", "LIBRARY", "Also ask its architecture gates, first.")] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first unexplained failure.")] = False,
 ) -> int:
     """Run every operation against every backend at hand and write the reports."""
@@ -118,10 +117,10 @@ def run(
     if shapes not in ("drawn", "real", "all"):
         raise UsageError(f"--shapes {shapes!r} is none of drawn, real, all")
     limits = Limits(
-        jobs=jobs or _cpus(),
+        jobs=jobs or cpus(),
         workers=workers,
-        deadline=_parsed("--deadline", units.seconds, deadline),
-        budget=None if budget is None else _parsed("--budget", units.seconds, budget),
+        deadline=parsed("--deadline", units.seconds, deadline),
+        budget=None if budget is None else parsed("--budget", units.seconds, budget),
         fail_fast=fail_fast,
     )
     settings = Settings(
@@ -137,12 +136,12 @@ def run(
         seed=seed,
         out=out,
         plugins=tuple(plugin or ()),
-        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        memory_limit=parsed("--memory-limit", units.size, memory_limit),
         resume=resume,
         reverse=order == "reversed",
         keep_selections=keep_selections,
         corpus=None if corpus == "none" else Path(corpus) if corpus else out.parent / "corpus",
-        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
+        shrink=0.0 if shrink in ("0", "0s") else parsed("--shrink", units.seconds, shrink),
         sweep=sweep,
         gates=tuple(gates or ()),
         shapes=shapes,
@@ -153,11 +152,10 @@ def run(
     return runs.run(settings, Ledger() if no_ledger else ledgers.load(ledger), Console())
 
 
-@app.command()
 def fuzz(
-    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Fuzz this backend only.")] = None,
-    operation: Annotated[list[str] | None, _many("--operation", "NAME", "Fuzz this operation only.")] = None,
-    variant: Annotated[list[str] | None, _many("--format", "NAME", "Fuzz this format, policy or layout only.")] = None,
+    backend: Annotated[list[str] | None, many("--backend", "NAME", "Fuzz this backend only.")] = None,
+    operation: Annotated[list[str] | None, many("--operation", "NAME", "Fuzz this operation only.")] = None,
+    variant: Annotated[list[str] | None, many("--format", "NAME", "Fuzz this format, policy or layout only.")] = None,
     device: Devices = None,
     profile: Annotated[str, typer.Option(metavar="ci|dev|nightly", help="Length of a turn, size of a case.")] = "dev",
     seed: Annotated[
@@ -188,13 +186,13 @@ def fuzz(
         seed=secrets.randbits(32) if seed is None else seed,
         out=out,
         plugins=tuple(plugin or ()),
-        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        memory_limit=parsed("--memory-limit", units.size, memory_limit),
         corpus=None if corpus == "none" else Path(corpus) if corpus else out.parent / "corpus",
-        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
+        shrink=0.0 if shrink in ("0", "0s") else parsed("--shrink", units.seconds, shrink),
         limits=Limits(
-            jobs=jobs or _cpus(),
-            deadline=_parsed("--deadline", units.seconds, deadline),
-            budget=_parsed("--budget", units.seconds, budget),
+            jobs=jobs or cpus(),
+            deadline=parsed("--deadline", units.seconds, deadline),
+            budget=parsed("--budget", units.seconds, budget),
             fail_fast=fail_fast,
         ),
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
@@ -202,14 +200,13 @@ def fuzz(
     return fuzzing.fuzz(settings, profile, Ledger() if no_ledger else ledgers.load(ledger), Console())
 
 
-@app.command()
 def repro(
     subject: Annotated[
         str, typer.Argument(metavar="CASE|ID|CAPSULE|RUN.JSON", help="A case's text in quotes, an id, or a file.")
     ],
     backend: Annotated[str, typer.Option(metavar="NAME", help="The backend to call; a file names its own.")] = "",
     device: Annotated[str, typer.Option(metavar="NAME", help="Such as cuda:0; cpu if nothing says another.")] = "",
-    option: Annotated[list[str] | None, _many("--option", "KEY=VALUE", "A call option.")] = None,
+    option: Annotated[list[str] | None, many("--option", "KEY=VALUE", "A call option.")] = None,
     plugin: Plugins = None,
     folder: Annotated[Path, typer.Option("--in", metavar="DIR", help="The run in which an id is looked up.")] = Path(
         "out/conformance"
@@ -245,11 +242,11 @@ def repro(
         folder=folder,
         times=times,
         expected=expect_sha256,
-        shrink=_parsed("--budget", units.seconds, budget) if shrink else 0.0,
+        shrink=parsed("--budget", units.seconds, budget) if shrink else 0.0,
         keep=capsule,
         script=script,
-        deadline=_parsed("--deadline", units.seconds, deadline),
-        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        deadline=parsed("--deadline", units.seconds, deadline),
+        memory_limit=parsed("--memory-limit", units.size, memory_limit),
     )
     if bisect is not None:
         from conformance import bisecting
@@ -260,49 +257,17 @@ def repro(
     return repros.repro(request, ledgers.load(ledgers.DEFAULT), Console())
 
 
-@app.command()
-def probe(
-    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Probe this backend only.")] = None,
-    operation: Annotated[list[str] | None, _many("--operation", "NAME", "ue8m0, quantize or gemm.")] = None,
-    variant: Annotated[list[str] | None, _many("--format", "NAME", "Probe this format or policy only.")] = None,
-    device: Devices = None,
-    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers that start at a time.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where probe.md and probe.csv go.")] = Path("out/probe"),
-    plugin: Plugins = None,
-    deadline: Deadline = "60s",
-    memory_limit: Memory = MEMORY_LIMIT,
-) -> int:
-    """Measure what backends do where recipes leave a choice, and compare it with what theirs declare."""
-    planning.probed(operation or (), variant or ())
-    check_names(backend or (), sources(plugin or ()))
-    from conformance import fingerprint  # torch comes with it: words are checked before
-
-    settings = fingerprint.Settings(
-        backends=tuple(backend or ()),
-        operations=tuple(operation or ()),
-        formats=tuple(variant or ()),
-        devices=tuple(device or ()),
-        plugins=tuple(plugin or ()),
-        out=out,
-        deadline=_parsed("--deadline", units.seconds, deadline),
-        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
-        jobs=jobs or _cpus(),
-    )
-    return fingerprint.probe(settings, _wide_console())
-
-
-@app.command()
 def compare(
     base: Annotated[
         str, typer.Argument(metavar="BASE", help="A backend, NAME==VERSION, PLUGIN.py@REV, an interpreter, a run.")
     ],
     head: Annotated[str, typer.Argument(metavar="HEAD", help="The same; what is to be merged.")],
-    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Compare this backend only.")] = None,
-    operation: Annotated[list[str] | None, _many("--operation", "NAME", "Compare this operation only.")] = None,
-    variant: Annotated[list[str] | None, _many("--format", "NAME", "Compare this format only.")] = None,
+    backend: Annotated[list[str] | None, many("--backend", "NAME", "Compare this backend only.")] = None,
+    operation: Annotated[list[str] | None, many("--operation", "NAME", "Compare this operation only.")] = None,
+    variant: Annotated[list[str] | None, many("--format", "NAME", "Compare this format only.")] = None,
     device: Devices = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cases for each operation x variant.")] = None,
-    case: Annotated[list[str] | None, _many("--case", "TEXT", "Compare on this case.")] = None,
+    case: Annotated[list[str] | None, many("--case", "TEXT", "Compare on this case.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare on the cases of a plan file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers at a time; all CPUs if absent.")] = None,
@@ -339,182 +304,29 @@ def compare(
         plan=plan,
         seed=seed,
         out=out,
-        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
+        memory_limit=parsed("--memory-limit", units.size, memory_limit),
         gates=not no_gates,
         fail_on=fail_on,
-        limits=Limits(jobs=jobs or _cpus(), deadline=_parsed("--deadline", units.seconds, deadline)),
+        limits=Limits(jobs=jobs or cpus(), deadline=parsed("--deadline", units.seconds, deadline)),
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
     )
     return comparing.compare(settings, ledgers.load(ledger), Console())
 
 
-@app.command()
-def gating(
-    library: Annotated[list[str] | None, _many("--library", "NAME", "flashinfer, sglang, vllm, torch, ...")] = None,
-    subject: Annotated[list[str] | None, _many("--subject", "TEXT", "Part of a runner, function or kernel.")] = None,
-    sm: Annotated[list[str] | None, _many("--sm", "NUMBER", "This architecture only, such as 90.")] = None,
-    expected: Annotated[Path | None, typer.Option(metavar="FILE", help="Published claims.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/gating"),
-    strict: Annotated[bool, typer.Option("--strict", help="What cannot be observed counts too.")] = False,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Also call what is at hand on this GPU.")] = "",
-    against: Annotated[
-        list[str] | None, _many("--against", "VERSION|PATH", "List changes from this LIBRARY==VERSION or interpreter.")
-    ] = None,
-) -> int:
-    """Compare what libraries say of each GPU architecture with what is published, without a GPU."""
-    from conformance.gating import command
-    from conformance.gating import expected as claims
-
-    settings = command.Settings(
-        libraries=tuple(library or ()),
-        subjects=tuple(subject or ()),
-        sms=command.parse_sms(sm or ()),
-        expected=expected or claims.DEFAULT,
-        out=out,
-        strict=strict,
-        device=device,
-        against=tuple(against or ()),
-    )
-    return command.gating(settings, Console())
-
-
-@app.command()
-def backends(
-    device: Devices = None,
-    plugin: Plugins = None,
-) -> int:
-    """List every backend with its version, device, claims and recipes, or why it does not run."""
-    from conformance import listing
-
-    listing.show(tuple(device or ()), tuple(plugin or ()), _cpus(), _wide_console())
-    return 0
-
-
-@app.command()
-def power(
-    area: Annotated[list[str] | None, _many("--area", "NAME", "Mutants of this area only.")] = None,
-    family: Annotated[list[str] | None, _many("--family", "NAME", "Mutants of this family only.")] = None,
-    seed: Annotated[list[int] | None, _many("--seed", "N", "Seed of a plan; 1, 2 and 3 if absent.")] = None,
-    cases: Annotated[int, typer.Option(min=1, metavar="N", help="Cases for each operation x variant.")] = 200,
-    budget: Annotated[str, typer.Option(metavar="DURATION", help="For one mutant under one seed.")] = "20s",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where power.md goes.")] = Path("out/power"),
-    score: Annotated[Path | None, typer.Option(metavar="FILE", help="The recorded score.")] = None,
-    shrink: Annotated[str, typer.Option(metavar="DURATION", help="For making one catch smaller; 0s for none.")] = "5s",
-    record: Annotated[bool, typer.Option("--record", help="Record the score instead of comparing with it.")] = False,
-    alarms: Annotated[int, typer.Option(min=0, metavar="N", help="Only run N cases of correct implementations.")] = 0,
-) -> int:
-    """Search for mutants that re-create historical bugs; fail if one escapes that the record says is caught."""
-    from conformance import power_words
-
-    power_words.check(area or (), family or ())
-    from conformance import power_alarms, power_run, power_score
-
-    if alarms:
-        return power_alarms.run(alarms, (seed or [1])[0], out, _wide_console())
-    settings = power_run.Settings(
-        areas=tuple(area or ()),
-        families=tuple(family or ()),
-        seeds=tuple(dict.fromkeys(seed or (1, 2, 3))),
-        cases=cases,
-        budget=_parsed("--budget", units.seconds, budget),
-        out=out,
-        shrink=0.0 if shrink in ("0", "0s") else _parsed("--shrink", units.seconds, shrink),
-        score=score or power_score.DEFAULT,
-        record=record,
-    )
-    return power_run.run(settings, _wide_console())
-
-
-@app.command()
-def replay(
-    router: Annotated[
-        list[str] | None, _many("--router", "NAME", "Take selections of this backend; all if absent.")
-    ] = None,
-    backend: Annotated[list[str] | None, _many("--backend", "NAME", "Feed them to this one; all if absent.")] = None,
-    method: Annotated[list[str] | None, _many("--method", "NAME", "This routing method only.")] = None,
-    variant: Annotated[list[str] | None, _many("--format", "NAME", "Expert layers of this format only.")] = None,
-    device: Devices = None,
-    cases: Annotated[int, typer.Option(min=1, metavar="N", help="For each routing method.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the plan.")] = SEED,
-    selections: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Recorded ones: a run, a folder, a file; no router is called."),
-    ] = None,
-    experts: Annotated[int, typer.Option(min=0, metavar="N", help="Experts of a bare tensor file.")] = 0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where replay.md and capsules go.")] = Path("out/replay"),
-    plugin: Plugins = None,
-    deadline: Deadline = DEADLINE,
-    memory_limit: Memory = MEMORY_LIMIT,
-) -> int:
-    """Feed the selections that routers record to every backend's expert layer: two verdicts, one for each."""
-    planning.check("method", method or (), GRAMMAR["routing"])
-    planning.check("format", variant or (), GRAMMAR["moe"])
-    check_names([*((router or ()) if selections is None else ()), *(backend or ())], sources(plugin or ()))
-    from conformance import replay_run
-
-    settings = replay_run.Settings(
-        routers=tuple(router or ()),
-        backends=tuple(backend or ()),
-        methods=tuple(method or ()),
-        formats=tuple(variant or ()),
-        devices=tuple(device or ()),
-        plugins=tuple(plugin or ()),
-        cases=cases,
-        seed=seed,
-        out=out,
-        deadline=_parsed("--deadline", units.seconds, deadline),
-        memory_limit=_parsed("--memory-limit", units.size, memory_limit),
-        selections=selections,
-        experts=experts,
-    )
-    return replay_run.run(settings, ledgers.load(ledgers.DEFAULT), _wide_console())
-
-
-@app.command()
-def environments(
-    library: Annotated[list[str], typer.Argument(metavar="NAME[==VERSION]...", help="Such as sglang, flashinfer.")],
-) -> int:
-    """Make an interpreter with a library from the package index, and enter it in conformance.toml."""
-    from conformance import environment_table
-
-    for name, python in environment_table.make(library).items():
-        print(f'{name} = "{python}"')
-    return 0
-
-
-@app.command()
-def report(directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a run.")]) -> int:
-    """Make every file of a run again from its records.jsonl."""
-    described = read_run(directory)
-    records = read_records(directory / RECORDS)
-    from reports.build import write_all
-    from reports.summary import headline
-
-    try:
-        paths = write_all(directory, records, described)
-    except OSError as error:
-        raise UsageError(f"{directory}: {error.strerror or error}") from None
-    console = Console()
-    for line in (*headline(records, described), *map(str, paths.values())):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
-def _wide_console() -> Console:
-    """For tables: a terminal's own width, else room for every column."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
-
-
-def _parsed(option: str, parse: Callable[[str], Any], text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+for command in (
+    run,
+    fuzz,
+    repro,
+    tools.probe,
+    compare,
+    tools.gating,
+    tools.backends,
+    tools.power,
+    tools.replay,
+    tools.environments,
+    tools.report,
+):
+    app.command()(command)
 
 
 def _say(message: str) -> None:
@@ -523,6 +335,9 @@ def _say(message: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; nothing is raised."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a message may hold what this terminal's encoding lacks
     try:
         return int(app(args=arguments, prog_name=PROGRAM, standalone_mode=False) or 0)
     except (UsageError, CaseError, LedgerError, JournalError) as error:
@@ -535,8 +350,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it ends
+        _give_up_stdout()
         return INTERRUPTED
+    except OSError as error:
+        if error.errno not in FULL:
+            return _failed(error)
+        what = f" {error.filename}" if error.filename else ""
+        _say(f"cannot write{what}: {error.strerror}; what was written stays, and a run goes on with --resume")
+        _give_up_stdout()
+        return USAGE
     except Exception as error:
         # typer brings its own copy of click, so that its usage errors are known by what they can do.
         message = getattr(error, "format_message", None)
@@ -544,8 +366,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = _explained(str(message()), sys.argv[1:] if arguments is None else arguments)
             _say(text or f"no command; try {PROGRAM} --help")
             return USAGE
-        _say(f"the harness failed: {type(error).__name__}: {error} (traceback in {_keep_traceback()})")
-        return HARNESS
+        return _failed(error)
+
+
+def _give_up_stdout() -> None:
+    """Let what stdout still holds go where it does not fail, or Python complains again when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _failed(error: Exception) -> int:
+    """A fault of ours, which is told in one line and kept whole in a file."""
+    _say(f"the harness failed: {type(error).__name__}: {error} (traceback in {_keep_traceback()})")
+    return HARNESS
 
 
 def _explained(message: str, arguments: Sequence[str]) -> str:
@@ -559,6 +395,9 @@ def _explained(message: str, arguments: Sequence[str]) -> str:
 
 
 def _keep_traceback() -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="conformance-", suffix=".traceback.txt", delete=False) as file:
-        traceback.print_exc(file=file)
-        return file.name
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="conformance-", suffix=".traceback.txt", delete=False) as file:
+            traceback.print_exc(file=file)
+            return file.name
+    except OSError as error:
+        return f"no file: {error.strerror or error}"

@@ -59,7 +59,7 @@ def request(config: pytest.Config) -> Request:
     """What the command line asks for. Raises `UsageError`."""
     from conformance import ledger as ledgers
     from conformance import units
-    from conformance.cli import DEADLINE, MEMORY_LIMIT, SHRINK, _cpus
+    from conformance.cli_options import DEADLINE, MEMORY_LIMIT, SHRINK, cpus
     from conformance.discover import UsageError
     from conformance.engine import Limits
     from conformance.plugin_controller import Request
@@ -98,7 +98,7 @@ def request(config: pytest.Config) -> Request:
         plugins=tuple(given("plugin")),
         memory_limit=parsed("memory-limit", units.size, MEMORY_LIMIT),
         limits=Limits(
-            jobs=_cpus(),
+            jobs=cpus(),
             deadline=parsed("deadline", units.seconds, DEADLINE),
         ),
         command=shlex.join(["python", "-m", "pytest", *map(str, config.invocation_params.args)]),
@@ -113,7 +113,7 @@ def request(config: pytest.Config) -> Request:
 
 
 def _seed(config: pytest.Config) -> int:
-    from conformance.cli import SEED
+    from conformance.cli_options import SEED
     from conformance.discover import UsageError
 
     seed = config.getoption("conformance_seed")
