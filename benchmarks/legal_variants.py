@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import planted_moe_faults as layers
-from benchmarks.summation import ANY, MATMULS, RN, SLOW, MatMul, by_blocks, by_instructions, in_bf16
+from benchmarks.summation import ANY, FP64, MATMULS, RN, SLOW, MatMul, by_blocks, by_instructions, in_bf16, in_fp64
 from conformance.backends import _torch_moe as composite
 from conformance.backends import _torch_routing as routers
 from conformance.operations import OPERATIONS, gemm, grouped_gemm, moe
@@ -42,6 +42,7 @@ from references.gemm import admissible_gemm
 from references.gemm_formats import Operand
 from references.judging import judge_interval
 from references.recipes import Recipe
+from references.rounding import round_to
 from references.routing import judge_weights
 from references.routing.cases import config_of, routing_recipe
 
@@ -70,8 +71,13 @@ class Legal:
 Multiply = Callable[[Operand, Operand], Tensor]
 
 
+def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded once; torch itself rounds FP64 to FP32 on the way to BF16."""
+    return round_to(values.double(), dtype).to(dtype)
+
+
 def _dense(multiply: Multiply) -> Callable[[Case, Inputs], Parts]:
-    return lambda case, inputs: {"output": multiply(*gemm.operands(case, inputs)).to(gemm.DTYPES[case["out"]])}
+    return lambda case, inputs: {"output": _stored(multiply(*gemm.operands(case, inputs)), gemm.DTYPES[case["out"]])}
 
 
 def _grouped(multiply: Multiply) -> Callable[[Case, Inputs], Parts]:
@@ -80,7 +86,7 @@ def _grouped(multiply: Multiply) -> Callable[[Case, Inputs], Parts]:
         spec = grouped_gemm.outputs(case)["output"]
         output = torch.zeros(len(rows), case.integer("n"), dtype=spec.dtype)
         for where, a, b in grouped_gemm.group_operands(case, inputs, rows):
-            output[where] = multiply(a, b).to(spec.dtype)
+            output[where] = _stored(multiply(a, b), spec.dtype)
         return {"output": output.view(spec.shape)}
 
     return answer
@@ -102,6 +108,7 @@ def _matrix_products() -> dict[str, tuple[Multiply, Recipe, Callable[[Case], boo
         "scales on each block's sum": (by_blocks, RN, every),
         "instructions of 16 products": (by_instructions, ANY, lambda case: case.variant == "bf16"),
         "BF16 partial sums": (in_bf16, split, lambda case: case.integer("k") >= 3),
+        "FP64 sums": (in_fp64, FP64, every),
     }
 
 

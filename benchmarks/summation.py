@@ -17,6 +17,7 @@ from references.tensor_cores import TensorCore, tensor_core_dot, truncate
 F32, F64 = torch.float32, torch.float64
 RN = Recipe(source="FP32, to nearest", accumulator="fp32_rn")
 ANY = Recipe(source="FP32 in any order and rounding")
+FP64 = Recipe(source="FP64, rounded once", accumulator="fp64")
 PRODUCTS = 2**22
 """Products that are sorted together."""
 MatMul = Callable[[Tensor, Tensor], Tensor]
@@ -125,3 +126,8 @@ def in_bf16(a: Operand, b: Operand) -> Tensor:
         part = slice(start, start + size)
         total = total + (a.values[:, part].float() @ b.values[:, part].float().T).to(torch.bfloat16).float()
     return total
+
+
+def in_fp64(a: Operand, b: Operand) -> Tensor:
+    """Operands dequantised to FP64 and multiplied there; the caller rounds to its dtype, once."""
+    return a.values @ b.values.T
