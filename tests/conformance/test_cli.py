@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -166,3 +167,37 @@ def test_ctrl_c_in_the_middle_of_a_hang(tmp_path: Path) -> None:
     assert json.loads((out / "run.json").read_text())["complete"] is False
     assert {item.backend for item in read_records(out / "records.jsonl")} == {"zeros"}
     assert (out / "report.md").exists()
+
+
+def test_an_encoding_that_lacks_a_character_ends_no_command(tmp_path: Path) -> None:
+    text = (PLUGINS / "good.py").read_text().replace('return inputs["x"]', "raise ValueError('\u6f22')")
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    words = ("repro", CASE, "--plugin", str(tmp_path / "mine.py"), "--backend", "good")
+    ran = subprocess.run(
+        command(*words), cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert (ran.returncode, ran.stderr) == (1, "")
+    assert "call: error, ValueError: \\u6f22 (in prepare, mine.py:" in ran.stdout
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_is_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("conformance.journal.Journal.write", full)
+    assert main(("run", *GOOD, "--backend", "good", "--case", CASE, "--out", str(tmp_path / "out"))) == 2
+    assert capfd.readouterr().err == (
+        "conformance: cannot write: No space left on device; what was written stays, and a run goes on with --resume\n"
+    )
+    assert json.loads((tmp_path / "out/run.json").read_text())["complete"] is False
+    assert not (tmp_path / "out/report.md").exists()
+
+
+def test_a_full_pipe_end_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(command("backends", "--help"), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("conformance: cannot write: No space left on device")
