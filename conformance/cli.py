@@ -66,6 +66,26 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from conformance.run_description import git_commit, version_of
+
+        number, commit = version_of("blockscale-conformance") or "not installed", git_commit()
+        print(
+            f"blockscale-conformance {number}{f', commit {commit}' if commit else ''}, Python {sys.version.split()[0]}"
+        )
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def run(
     backend: Annotated[list[str] | None, many("--backend", "NAME", "Run this backend only.")] = None,
     operation: Annotated[list[str] | None, many("--operation", "NAME", "Run this operation only.")] = None,

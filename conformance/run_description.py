@@ -48,9 +48,9 @@ def describe_run(settings: Settings, plan: Sequence[Case], targets: Sequence[Tar
         "deadline": settings.limits.deadline,
         "sweep": settings.sweep,
         "budget": settings.limits.budget,
-        "version": _version("blockscale-conformance"),
+        "version": version_of("blockscale-conformance"),
         "git_commit": git_commit(),
-        "hypothesis": _version("hypothesis"),
+        "hypothesis": version_of("hypothesis"),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "devices": survey.devices,
@@ -124,7 +124,8 @@ def git_commit() -> str:
     return commit.stdout.strip() + "+changes" * bool(status.stdout.strip())
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Of an installed distribution; empty for one that is not."""
     try:
         return version(distribution)
     except PackageNotFoundError:

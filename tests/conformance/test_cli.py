@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,3 +202,12 @@ def test_a_full_pipe_end_is_one_line() -> None:
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1
     assert ran.stderr.startswith("conformance: cannot write: No space left on device")
+
+
+def test_the_version_names_the_commit_and_python(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    said = capfd.readouterr()
+    assert re.fullmatch(
+        r"blockscale-conformance [\w. ]+(, commit [0-9a-f]{40}(\+changes)?)?, Python 3\.\d+\.\S+\n", said.out
+    )
+    assert said.err == ""
