@@ -71,9 +71,8 @@ def _show_version(asked: bool) -> None:
         from conformance.run_description import git_commit, version_of
 
         number, commit = version_of("blockscale-conformance") or "not installed", git_commit()
-        print(
-            f"blockscale-conformance {number}{f', commit {commit}' if commit else ''}, Python {sys.version.split()[0]}"
-        )
+        words = [f"blockscale-conformance {number}", *([f"commit {commit}"] * bool(commit))]
+        print(", ".join([*words, f"Python {sys.version.split()[0]}"]))
         raise typer.Exit
 
 
