@@ -7,7 +7,7 @@ the recipe of the implementation whose turn it is: another order of K, split K i
 the largest or all positive ones first, truncating additions, tensor-core instructions, scales on each block's sum, BF16
 partial sums, intermediates in BF16, payloads by reciprocals, other forms of the sigmoid and of a division. The table
 has two medians of headroom (1 is the edge of what is admissible) over the cases in which anything was rounded: of a
-case's largest, and, in every fourth turn of each implementation, of its median element among those that were rounded.
+case's largest, and, in every second turn of each implementation, of its median element among those that were rounded.
 Of a router they are those of its weights.
 
 Exits 1 if anything correct was rejected.
@@ -301,7 +301,7 @@ def examine(cases: Sequence[Case], tallies: dict[tuple[str, str], Tally]) -> Non
         if judged.headroom:
             tally.largest.setdefault(out, []).append(judged.headroom)
         tally.exact += judged.headroom == 0
-        if turn % 4 == 0:  # every fourth turn of each implementation
+        if turn % 2 == 0:  # every second turn of each implementation
             found = element_headrooms(case, inputs, parts, chosen.recipe)
             if found.numel():
                 tally.typical.setdefault(out, []).append(float(found.median()))
@@ -361,7 +361,7 @@ def head(command: str) -> str:
         f"Made by `{command}`; torch {torch.__version__}, Python {platform.python_version()}.\n\n"
         "Every case is judged with one correct implementation, under what that one declares. `exact`: cases in\n"
         "which nothing was rounded. Over the others medians of headroom (1 is the edge of what is admissible), by\n"
-        "the dtype of the output: of a case's largest, and, in every fourth turn of each implementation, of its\n"
+        "the dtype of the output: of a case's largest, and, in every second turn of each implementation, of its\n"
         "median element among those that were rounded. Of a router, of its weights.\n\n"
         "A bound on an FP32 sum holds for the worst order and the worst signs, and a case tries one order: its\n"
         "largest headroom says how near a correct answer comes. A BF16 output comes to the edge by its own\n"
