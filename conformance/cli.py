@@ -53,6 +53,8 @@ from conformance.run_settings import HARNESS, INTERRUPTED, USAGE, Settings
 from fuzz.case import CaseError
 
 PROGRAM = "python -m conformance"
+LONGEST = 2000
+"""Characters of a message; an input that is quoted whole may have more."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """What a disk says that takes nothing more."""
 
@@ -102,7 +104,7 @@ def run(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
     budget: Annotated[str | None, typer.Option(metavar="DURATION", help="Stop after this time, such as 60s.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers at a time; all CPUs if absent.")] = None,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Workers for each backend on a device.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Workers for each backend on a device.")] = 1,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/conformance"),
     plugin: Plugins = None,
     ledger: LedgerFile = ledgers.DEFAULT,
@@ -349,7 +351,9 @@ for command in (
 
 
 def _say(message: str) -> None:
-    print(f"conformance: {' '.join(message.split())}", file=sys.stderr)
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message.split()))
+    line = line if len(line) <= LONGEST else f"{line[:LONGEST]} ... ({len(line)} characters)"
+    print(f"conformance: {line}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

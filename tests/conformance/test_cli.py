@@ -211,3 +211,11 @@ def test_the_version_names_the_commit_and_python(capfd: pytest.CaptureFixture[st
         r"blockscale-conformance [\w. ]+(, commit [0-9a-f]{40}(\+changes)?)?, Python 3\.\d+\.\S+\n", said.out
     )
     assert said.err == ""
+
+
+def test_a_message_stays_short_and_printable(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--plugin", "\x1b[31m" + "x" * 5000]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(r"conformance: --plugin \x1b[31mxxx")
+    assert len(said) < 2100
+    assert said.endswith("characters)\n")
