@@ -101,9 +101,16 @@ def real(case: Case, inputs: Mapping[str, Tensor], parts: Mapping[str, Tensor]) 
 
 
 def _dense(case: Case, parts: Mapping[str, Tensor]) -> Tensor:
-    """Weights by expert, ``[tokens, experts + shared + 1]``; the last column takes id -1."""
+    """Weights by expert, and by local number if there is one: ``experts + shared + 1`` columns, the last for id -1."""
     ids, weights = unpack(parts["packed"]) if "packed" in parts else (parts["selection"], parts["weights"])
     columns = case.integer("experts") + case.integer("shared") + 1
+    found = [_by_expert(ids, weights, columns)]
+    if "local" in parts:
+        found.append(_by_expert(parts["local"], weights, columns))
+    return torch.cat(found, dim=1)
+
+
+def _by_expert(ids: Tensor, weights: Tensor, columns: int) -> Tensor:
     places = torch.where(ids < 0, columns - 1, ids).to(torch.int64)
     if bool((places >= columns).any()):
         raise IndexError("an id that no expert has")

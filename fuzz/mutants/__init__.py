@@ -11,6 +11,7 @@ from fuzz.mutants import (
     gemm,
     layout,
     legal,
+    maps,
     memory,
     moe,
     probes,
@@ -32,7 +33,7 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 """Every mutant, area by area."""
 
-PROBES: tuple[Mutant, ...] = (*probes.PROBES, *edges.EDGES, *edges_products.EDGES)
+PROBES: tuple[Mutant, ...] = (*probes.PROBES, *edges.EDGES, *edges_products.EDGES, *maps.MAPS)
 """Neighbours of the reported faults; they do not count."""
 
 CONFORMANT: tuple[Mutant, ...] = tuple(
