@@ -95,7 +95,8 @@ def probe(settings: Settings, console: Console) -> int:
     finally:
         fleet.close()
     if not lines:
-        raise UsageError("no case was executed: no backend at hand claims what is asked for")
+        why = [f"{item.backend}: {item.reason}" for item in survey.absent if settings.backends]
+        raise UsageError(f"no case was executed: {why[0] if why else 'no backend at hand claims what is asked for'}")
     _show(sorted(lines, key=lambda line: (line.operation, line.variant, line.backend, line.device, line.case)), console)
     console.print(str(settings.out / "probe.md"), markup=False, highlight=False, soft_wrap=True)
     return int(any(line.agrees == "no" for line in lines))

@@ -63,8 +63,9 @@ def fuzz(asked: Settings, profile: str, ledger: Ledger, console: Console) -> int
         ]
         groups = [group for group in chosen if any(group in item.groups for item in targets)]
         if not groups:
-            names = ", ".join(item.description.backend for item in targets) or "no backend at hand"
-            raise UsageError(f"no case to execute: {names} claims nothing of what is asked for")
+            reasons = [f"{item.description.backend} claims nothing of what is asked for" for item in targets]
+            reasons += [f"{item.backend}: {item.reason}" for item in survey.absent]
+            raise UsageError(f"no case to execute: {reasons[0] if reasons else 'there is no backend'}")
 
         def drive(name: str, oracles: Oracles, book: Journal, progress: Progress) -> RunResult:
             search = _Search(name, targets, oracles, book, asked.limits, progress)

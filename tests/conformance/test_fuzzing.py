@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,15 @@ def test_bad_input_is_one_line(
     error = capfd.readouterr().err
     assert error.startswith(f"conformance: {line}")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["fuzz", "probe", "run"])
+def test_a_backend_that_does_not_run_here_says_why(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (PLUGINS / "good.py").read_text()
+    (tmp_path / "idle.py").write_text(text.replace("return [Claim(", "return [] and [Claim("))
+    words = ("--plugin", str(tmp_path / "idle.py"), "--backend", "good", "--out", str(tmp_path / "out"))
+    assert main([command, *words]) == 2
+    error = capfd.readouterr().err
+    assert re.match(r"conformance: no case (to execute|was executed): good: claims nothing on cpu", error)
