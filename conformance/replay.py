@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -155,7 +154,7 @@ class Outcome:
     failing: list[str] = field(default_factory=list)
 
 
-Kept = Callable[[Case, Sequence[Wire], Examination, Record], Path | None]
+Kept = Callable[[Case, Sequence[Wire], Examination, Record], str | None]
 Found = dict[tuple[str, str], Outcome]
 Judge = Callable[[Recording], list[tuple[str, str]]]
 """A recording -> (verdict, message) of what is wrong with it; the verdict ``known`` where the ledger knows it."""
@@ -270,9 +269,9 @@ def feed(
         for record in _count(
             outcome.outputs, outcome, result.records, f"{other} on the selection of {name} for {where}: '{case}'"
         ):
-            path = keep(case, wires, result, record) if keep else None
-            if path is not None:
-                outcome.failing[-1] += f"; nox -s repro -- {path}"
+            line = keep(case, wires, result, record) if keep else None
+            if line is not None:
+                outcome.failing[-1] += f"; {line}"
 
 
 def _count(counter: Counter[str], outcome: Outcome, records: Sequence[Record], where: str) -> list[Record]:

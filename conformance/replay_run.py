@@ -24,7 +24,7 @@ from conformance.target import Target
 from conformance.targets import Fleet, Found
 from fuzz.case import Case
 from fuzz.grammar import GRAMMAR
-from reports.record import FAILING, Record
+from reports.record import FAILING, Record, repro_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +70,17 @@ def run(settings: Settings, ledger: Ledger, console: Console) -> int:
         oracle = fleet.oracle()
         routers, layers, kept = _callers(settings, survey.found, oracle, ledger)
 
-        def keep(layer: Case, wires: Sequence[Wire], found: Examination, record: Record) -> Path | None:
+        def keep(layer: Case, wires: Sequence[Wire], found: Examination, record: Record) -> str | None:
             if sum(len(wire.data) for wire in wires) > MAX_EXPLICIT:
                 return None
             examiner = kept[f"{record.backend} on {record.device}"]
             claimed = examiner.claimed(layer)
             if isinstance(claimed, str):
                 return None
-            held = seal(layer, wires, found, record, examiner.target.description, claimed, cause={})
-            return capsules.write(settings.out, held)
+            about, plugins = examiner.target.description, settings.plugins
+            held = seal(layer, wires, found, record, about, claimed, cause={}, plugins=plugins)
+            path = capsules.write(settings.out, held)
+            return repro_line(str(path), record.backend, device=record.device, plugins=plugins)
 
         if recordings is not None:
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -238,7 +240,8 @@ class Run:
         if result.stopped:
             far = f"after {result.settled} of {result.planned} (case, backend) pairs"
             self._say(f"stopped ({result.stopped}) {far}; go on with --resume")
-        for line in failure_lines(records, self._settings.plugins):
+        lines = list(failure_lines(records, self._settings.plugins))
+        for line in (*lines, *([WITHOUT_NOX] if lines and not nox_is_here() else [])):
             self._say(line)
         for line in kept_lines(self._description["failures"]):
             self._say(line)
@@ -287,6 +290,14 @@ def failure_lines(records: Sequence[Record], plugins: tuple[str, ...]) -> Iterat
         yield f"    {line}"
         if len(group) > 1:
             yield f"    and {len(group) - 1} more like it of {record.operation} {record.variant}"
+
+
+WITHOUT_NOX = "    (nox or its noxfile.py is not here: python -m conformance repro takes the same words)"
+
+
+def nox_is_here() -> bool:
+    """Whether the repro lines can be pasted as they are into the shell that this run was started from."""
+    return shutil.which("nox") is not None and Path("noxfile.py").is_file()
 
 
 def kept_lines(listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:

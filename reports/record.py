@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -128,9 +129,10 @@ def repro_line(
     case: str, backend: str, *, device: str = "cpu", options: str = "", plugins: tuple[str, ...] = ()
 ) -> str:
     """The line that shows a verdict again, ready to paste into a shell."""
-    words = ["nox -s repro --", f"'{case}'", f"--backend {backend}"]
+    quoted = "'" + case.replace("'", "'\"'\"'") + "'"
+    words = ["nox -s repro --", quoted, f"--backend {backend}"]
     if device != "cpu":
         words.append(f"--device {device}")
     words += [f"--option {option}" for option in options.split()]
-    words += [f"--plugin {plugin}" for plugin in plugins]
+    words += [f"--plugin {shlex.quote(plugin)}" for plugin in plugins]
     return " ".join(words)

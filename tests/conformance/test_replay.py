@@ -1,6 +1,7 @@
 """Routing replay: a selection is judged once, the expert layer on that selection; unwritten records are found."""
 
 import json
+import shlex
 
 import torch
 
@@ -193,4 +194,6 @@ def test_a_failing_layer_leaves_a_capsule(tmp_path, capsys):
     assert main(["replay", *words, "--plugin", str(plugin), "--out", str(tmp_path / "out")]) == 1
     held = next((tmp_path / "out").glob("*.json"))
     assert json.loads(held.read_text())["backend"] == "halving"
-    assert f"nox -s repro -- {held}" in capsys.readouterr().out.replace("\n", "")
+    line = f"nox -s repro -- '{held}' --backend halving --plugin {plugin}"
+    assert line in capsys.readouterr().out.replace("\n", "")
+    assert main(shlex.split(line.removeprefix("nox -s ").replace("--", "", 1))) == 1

@@ -346,3 +346,17 @@ def test_gates_of_no_library_are_a_usage_error(run: Run, fakes: Any) -> None:
     code, _, err = run("--gates", "flashinfr")
     assert (code, err.count("\n")) == (2, 1)
     assert "--gates 'flashinfr' is none of flashinfer" in err
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_repro_line_says_what_to_type_where_nox_is_not(
+    run: Run, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    if there:
+        (tmp_path / "noxfile.py").touch()
+    fakes.offer(bad=fakes.wrong)
+    _, out, _ = run("--case", PASSING, cases=None)
+    assert f"nox -s repro -- '{PASSING}' --backend bad" in out
+    assert ("python -m conformance repro takes the same words" in out) is not there

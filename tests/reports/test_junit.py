@@ -1,6 +1,8 @@
+import shlex
 from xml.etree import ElementTree as ET
 
 from reports import junit
+from reports.record import repro_line
 from reports.summary import summarise
 
 # What the schema of Jenkins' xUnit plugin, which pytest tests against, allows.
@@ -115,3 +117,11 @@ def test_hostile_text_stays_text(make):
     failure = case(root, "a<b>&c.cpu", "quantize mxfp8").find("failure")
     assert "<script>alert(1)</script> ]]>" in failure.text
     assert "\x1b" not in failure.text
+
+
+def test_a_repro_line_survives_the_shell():
+    case, plugin = "/tmp/it's here/a b.json", "my kernels/x; y.py"
+    line = repro_line(case, "b", device="cuda:1", options="graph=replay", plugins=(plugin, "mod.name"))
+    words = ["repro", "--", case, "--backend", "b", "--device", "cuda:1", "--option", "graph=replay"]
+    assert shlex.split(line) == ["nox", "-s", *words, "--plugin", plugin, "--plugin", "mod.name"]
+    assert repro_line("a b seed=0", "b") == "nox -s repro -- 'a b seed=0' --backend b"
