@@ -219,3 +219,14 @@ def test_a_message_stays_short_and_printable(capfd: pytest.CaptureFixture[str]) 
     assert said.startswith(r"conformance: --plugin \x1b[31mxxx")
     assert len(said) < 2100
     assert said.endswith("characters)\n")
+
+
+def test_a_project_s_own_packages_of_these_names_are_not_taken_for_ours(tmp_path: Path) -> None:
+    for name in ("fuzz", "references", "reports"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('another project')\n")
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = ("run", *GOOD, "--backend", "good", "--case", CASE, "--shrink", "0s")
+    ran = subprocess.run(command(*words), cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (tmp_path / "out/conformance/report.html").exists()
