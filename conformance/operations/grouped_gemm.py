@@ -137,7 +137,7 @@ def judged_rows(case: Case, rows: Tensor) -> Tensor | None:
         return None
     used = (rows >= 0).nonzero().view(-1)
     if not len(used):
-        return used
+        return used.new_zeros(1)  # one row of no group: anything will do, but something is said
     owner = rows[used]
     border = torch.ones(len(used) + 1, dtype=torch.bool, device=used.device)
     border[1:-1] = owner[1:] != owner[:-1]

@@ -212,3 +212,15 @@ def test_groups_are_judged_on_samples_with_their_first_and_last_rows(
     between = next(number for number in used if number not in set(chosen.tolist()))
     assert judged(between)[0] == "pass"
     assert judged(between, 200, float("inf")) == ("wrong", place(between, 200))
+
+
+def test_samples_of_groups_without_any_row_are_judged_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse(GROUPED % ("masked", "plain", "fp32", 7))
+    inputs = {**grouped_gemm.inputs(case)}
+    inputs["masked_m"] = torch.zeros_like(inputs["masked_m"])
+    monkeypatch.setattr(gemm, "JUDGED_COLUMNS", 3 * 128)
+    monkeypatch.setattr(gemm, "JUDGED_ELEMENTS", 10 * 344)
+    spec = grouped_gemm.outputs(case)["output"]
+    verdict = grouped_gemm.judge(case, inputs, {"output": torch.zeros(spec.shape, dtype=spec.dtype)}, RECIPE)[0]
+    assert (verdict.part, verdict.verdict) == ("output", "pass")
+    assert "no row belongs to a group" in verdict.message
