@@ -22,7 +22,7 @@ class MoeConfig:
 
     format: as of a GEMM. scale: ``fp32``, ``e4m3``, ``none`` or a UE8M0 policy, of activations at FC1 and FC2.
     gate_first: whether the gate rows come first in W1. limit: clamps gate and up, None for none. scaling: the routed
-    scaling factor. weight_on_input: whether router weights multiply the dequantised input instead of the output.
+    scaling factor. weight_on_input: whether router weights multiply FC1's sums instead of the output.
     """
 
     format: str

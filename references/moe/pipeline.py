@@ -187,7 +187,7 @@ def _first(x: Uncertain, weight: Tensor, w1: Stored, config: MoeConfig, recipe: 
     sums = Parts(first.centre, first.carried).plus("fc1", first.accumulation)
     if config.weight_on_input:
         sums = sums.times(weight)
-        # A rounding of each dequantised element or of the sum; a power of two rounds nothing.
+        # The contract's order is sums, then weights; a power of two rounds nothing.
         slip = first.size * weight.abs() * gamma(1, U32) + LEAST_NORMAL * (1 + first.weights)
         sums = sums.plus("fc1", torch.where(torch.frexp(weight)[0] == 0.5, 0.0, slip))
     return sums if recipe.fc1_dtype == "fp32" else sums.stored(DTYPES[recipe.fc1_dtype], "fc1")
