@@ -21,7 +21,7 @@ def sglang_scale(x):
 EXPONENTS = torch.arange(-20, 21)
 failed, called = False, 0
 # SGLang divides by 448 within 2 ulp, so that it gets an amax 8 ulp above.
-for name, scales_of, steps in (("vllm", vllm_scale, 1), ("sglang", sglang_scale, 8)):
+for name, scales_of, steps, k in (("vllm", vllm_scale, 1, 4), ("sglang", sglang_scale, 8, 16)):
     # Blocks whose amax lies some ulp above 448 * 2^k: the smallest power of two >= amax / 448 is 2^(k+1).
     amax = ((448.0 * 2.0**EXPONENTS).view(torch.int32) + steps).view(torch.float32)
     x = torch.zeros(len(amax), 128, device="cuda")
@@ -33,7 +33,8 @@ for name, scales_of, steps in (("vllm", vllm_scale, 1), ("sglang", sglang_scale,
         continue
     called += 1
     wrong = scales * 448 < amax
-    print(f"{name}: amax = {amax[24].item()} (448 * 2^4 + {steps} ulp): scale {scales[24].item()}, expected 32.0")
+    shown, scale = amax[20 + k].item(), scales[20 + k].item()
+    print(f"{name}: amax = {shown} (448 * 2^{k} + {steps} ulp): scale {scale}, expected {2.0 ** (k + 1)}")
     print(f"{name}: scale half as large as it must be at k = {EXPONENTS[wrong].tolist()}")
     failed |= bool(wrong.any())
 sys.exit(bool(failed or not called))
