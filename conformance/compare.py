@@ -201,7 +201,7 @@ def _run(
     book = Journal(out.path)
     try:
         engine = Engine(description["run"], targets, oracles, book, limits, progress_on(console))
-        result = engine.run(plan)
+        result = engine.run(plan).sure()
     finally:
         book.close()
     if result.stopped == "interrupted":

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from conformance import selection_file, verdicts
 from conformance.journal import Key
-from conformance.messages import CallReply, Claimed
+from conformance.messages import CallReply, Claimed, JudgeReply
 from conformance.oracles import HarnessError, Oracles, one_line
 from conformance.process import WorkerFailed
 from conformance.progress import Progress
@@ -53,19 +53,31 @@ class Limits:
     fail_fast: bool = False
 
 
+MOST_UNJUDGED = 3
+"""Calls on which the harness may fail before it takes itself to be broken and the run ends."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What came of a run beside its records.
 
     planned, settled: (case, target) pairs, those resumed or unsupported included.
     stopped: why the run ended early (``budget``, ``fail-fast``, ``interrupted``), empty if it did not.
-    left_out: (backend, device) -> cases beyond the pace that it asks for.
+    left_out: (backend, device) -> cases beyond the pace that it asks for. unjudged: a line for each call of which
+    nothing can be said, since the harness itself failed on it; it is not settled.
     """
 
     planned: int
     settled: int
     stopped: str
     left_out: dict[tuple[str, str], int]
+    unjudged: tuple[str, ...] = ()
+
+    def sure(self) -> RunResult:
+        """This result. Raises `HarnessError` if a call is without a judgement."""
+        if self.unjudged:
+            raise HarnessError(self.unjudged[0])
+        return self
 
     @property
     def complete(self) -> bool:
@@ -89,11 +101,15 @@ class Engine:
         self._stopped = ""
         self._failure: BaseException | None = None
         self._settled = 0
+        self._unjudged: list[str] = []
         self.selections: Path | None = None
         """Where the answers of routers are kept, if anywhere."""
 
     def run(self, plan: Sequence[Case], done: frozenset[Key] = frozenset()) -> RunResult:
-        """Execute the plan on every target. done: what a resumed run has already settled. Raises `HarnessError`."""
+        """Execute the plan on every target. done: what a resumed run has already settled.
+
+        Raises `HarnessError` where the harness fails on more than `MOST_UNJUDGED` calls, or beside them.
+        """
         shares = [target.share(plan) for target in self._targets]
         planned = sum(map(len, shares))
         todo = [(target, case) for target, share in zip(self._targets, shares, strict=True) for case in share]
@@ -133,6 +149,7 @@ class Engine:
             settled=self._settled,
             stopped=self._stopped,
             left_out={name: count for name, count in left_out.items() if count},
+            unjudged=tuple(self._unjudged),
         )
 
     def _drivers(self, shares: Sequence[Sequence[Case]], done: frozenset[Key]) -> list[_Driver]:
@@ -203,14 +220,27 @@ class Engine:
         future: Future[None] = self._judges.submit(self._guarded, lambda: self._judge(target, subject, claimed, calls))
         future.add_done_callback(lambda _: self._backlog.release())
 
-    def _judge(self, target: Target, subject: Subject, claimed: Claimed, calls: _Calls) -> None:
-        if self._failure is not None or self.interrupted:
-            return
-        counted = calls.alone or calls.replies
+    def _judged(self, subject: Subject, claimed: Claimed, counted: Replies) -> list[JudgeReply]:
+        """The judge's answers to the distinct outputs of a case. Raises `HarnessError`."""
         judged = [self._oracles.judge(subject.case, claimed.recipe, outputs) for outputs in verdicts.to_judge(counted)]
         problem = verdicts.input_mismatch(counted, judged)
         if problem:
             raise HarnessError(f"{subject.backend} on {subject.device}, '{subject.case}': {problem}")
+        return judged
+
+    def _judge(self, target: Target, subject: Subject, claimed: Claimed, calls: _Calls) -> None:
+        if self._failure is not None or self.interrupted:
+            return
+        counted = calls.alone or calls.replies
+        try:
+            judged = self._judged(subject, claimed, counted)
+        except HarnessError as error:
+            if self._stopped == "interrupted":  # meanwhile: the oracle was ended
+                return
+            self._unjudged.append(str(error))
+            if len(self._unjudged) > MOST_UNJUDGED:
+                raise HarnessError(self._unjudged[0]) from error
+            return  # one odd case is no reason to say nothing of all the others
         records = verdicts.decide(
             subject,
             calls.replies,

@@ -235,7 +235,7 @@ class _Search:
             for place in places
         ]
         limits = replace(self._limits, budget=None, fail_fast=False)
-        result = Engine(self._name, alone, self._oracles, self._tap, limits, Silent()).run(plan)
+        result = Engine(self._name, alone, self._oracles, self._tap, limits, Silent()).run(plan).sure()
         records = self._tap.latest
         by_call: dict[Key, list[Record]] = {}
         for record in records:

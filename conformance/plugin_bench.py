@@ -132,7 +132,9 @@ class Bench:
             ledger=Ledger(),
         )
         book = _Book(target.ledger, sink)
-        result = Engine(self.blueprint.run, [alone], self._oracles, book, self._limits, Silent()).run(check.cases)
+        result = (
+            Engine(self.blueprint.run, [alone], self._oracles, book, self._limits, Silent()).run(check.cases).sure()
+        )
         if result.stopped == "interrupted":
             raise KeyboardInterrupt
         return book.records

@@ -15,7 +15,7 @@ from conformance import journal, planning
 from conformance.engine import RunResult
 from conformance.ledger import Entry, Ledger
 from conformance.messages import Description
-from conformance.run_settings import FAILED, INTERRUPTED, OK, USAGE, Settings
+from conformance.run_settings import FAILED, HARNESS, INTERRUPTED, OK, USAGE, Settings
 from conformance.target import Target
 from conformance.targets import Survey
 from fuzz.case import Case
@@ -148,12 +148,15 @@ def concluded(
     executed = any(record.verdict != "unsupported" for record in records)
     unexplained = any(record.failing and not record.ledger_id for record in records)
     code = FAILED if problems or unexplained else OK if executed else USAGE
+    stopped = result.stopped
+    if result.unjudged:
+        code, stopped = HARNESS, stopped or f"the harness failed on {len(result.unjudged)} of its calls"
     if result.stopped == "interrupted":
         code = INTERRUPTED
     return {
         **description,
         "complete": result.complete,
-        "stopped": result.stopped,
+        "stopped": stopped,
         "pairs": {"planned": result.planned, "settled": result.settled},
         "left_out": [{"backend": name, "device": on, "cases": n} for (name, on), n in result.left_out.items()],
         "problems": problems,

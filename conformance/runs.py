@@ -250,6 +250,10 @@ class Run:
         for path in [self._out.path / journal.RECORDS, *paths.values()]:
             self._say(str(path))
         code = int(self._description["exit_code"])
+        for line in result.unjudged:
+            self._say(f"not judged: {line}")
+        if code == HARNESS:
+            result.sure()
         if code != INTERRUPTED and not any(record.verdict != "unsupported" for record in records):
             raise UsageError("no case was executed")
         return code

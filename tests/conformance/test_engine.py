@@ -304,6 +304,23 @@ def test_a_spoiled_process_is_the_backend_s_crash_if_the_oracle_can_do_what_fail
         execute(tmp_path, [target("b", spoiled)], oracle=Unable)
 
 
+def test_a_case_that_the_oracle_cannot_judge_costs_itself_alone(tmp_path: Path) -> None:
+    class Odd(FakeOracle):
+        def judge(self, case: str, recipe: Any, wires: Sequence[Wire], deadline: float) -> JudgeReply:
+            if case == PLAN[2].text:
+                raise ConnectionError("odd")
+            return super().judge(case, recipe, wires, deadline)
+
+    records, result = execute(tmp_path, [target("a"), target("b")], oracle=Odd)
+    assert {(record.case, record.backend) for record in records} == {
+        (case.text, name) for case in PLAN if case != PLAN[2] for name in ("a", "b")
+    }
+    assert (result.planned, result.settled, result.complete, result.stopped) == (16, 14, False, "")
+    assert result.unjudged == (f"the oracle failed on '{PLAN[2].text}': ConnectionError: odd",) * 2
+    with pytest.raises(HarnessError, match="ConnectionError: odd"):
+        result.sure()
+
+
 def test_an_error_of_ours_is_a_harness_error(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="the engine failed: ZeroDivisionError"):
         execute(tmp_path, [target("a", lambda *_: 1 // 0)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -279,6 +280,30 @@ def test_a_failure_of_the_harness_is_exit_3(run: Run, tmp_path: Path, fakes: Any
     assert err.startswith("conformance: the harness failed: lib on cpu, 'ue8m0 ")
     assert err.count("\n") == 1
     assert (described(tmp_path)["complete"], described(tmp_path)["exit_code"]) == (False, 3)
+
+
+def test_a_call_that_cannot_be_judged_costs_neither_the_reports_nor_the_rest(
+    run: Run, tmp_path: Path, fakes: Any
+) -> None:
+    def odd(case: Case) -> CallReply:
+        right = fakes.right(case)
+        return dataclasses.replace(right, input_sha256="0") if case.text == FAILING else right
+
+    fakes.offer(lib=odd)
+    code, out, err = run("--case", PASSING, "--case", FAILING, cases=None)
+    assert code == 3
+    assert err.startswith(f"conformance: the harness failed: lib on cpu, '{FAILING}': the inputs differ")
+    assert "INCOMPLETE: no unexplained failure so far" in out
+    assert "(the harness failed on 1 of its calls): 1 of 2 (case, backend) pairs were settled" in out
+    about = described(tmp_path)
+    assert (about["complete"], about["exit_code"], about["stopped"]) == (
+        False,
+        3,
+        "the harness failed on 1 of its calls",
+    )
+    assert "INCOMPLETE" in (tmp_path / "out" / "report.md").read_text()
+    fakes.offer(lib=fakes.right)
+    assert run("--case", PASSING, "--case", FAILING, "--resume", cases=None)[0] == 0
 
 
 def test_an_unexpected_exception_leaves_its_traceback_in_a_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
