@@ -56,11 +56,14 @@ OUTPUTS = {"fp32": tl.float32, "bf16": tl.bfloat16}
 Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
-def claims() -> Iterable[Claim]:
-    """Expert layers with continuous activation scales, unquantised ones, and grouped GEMMs; SM90."""
+def claims(*, mapped: bool = False) -> Iterable[Claim]:
+    """Expert layers with continuous activation scales, unquantised ones, and grouped GEMMs; SM90.
+
+    mapped: whether the dispatcher's function is at hand.
+    """
     layer: dict[str, tuple[str, ...]] = {"gate": ("first",), "limit": ("none",), "out": ("bf16",)}
-    source = f"{dispatcher.SOURCE}; {LAYER}"
-    if dispatcher.to_local(library().folder) is None:
+    source = f"{LAYER}; {dispatcher.SOURCE}"
+    if not mapped:
         layer["ids"], source = ("spread", "skewed", "elsewhere"), LAYER
     # A row of one block goes another way, to the kernel that quantises whole rows.
     whole = {"hidden": 2 * BLOCK, "intermediate": 2 * BLOCK}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.backends import _sglang_dispatcher as dispatcher
 from conformance.backends import _sglang_gemm as gemm
 from conformance.backends import _sglang_moe as moe
 from conformance.backends import _sglang_quant as quant
@@ -48,9 +49,10 @@ class SGLang:
             return []
         found = list(quant.claims(self._kind))
         if self._kind == quant.TRITON:
-            found += [*quant.weight_claims(), *gemm.claims(self._capability[0]), *routing.claims()]
+            mapped = dispatcher.to_local(library().folder) is not None
+            found += [*quant.weight_claims(), *gemm.claims(self._capability[0]), *routing.claims(mapped=mapped)]
             # The layers' activations are quantised and their experts sorted by JIT kernels.
-            found += moe.claims() if self._capability[0] == 9 and can_compile() else []
+            found += moe.claims(mapped=mapped) if self._capability[0] == 9 and can_compile() else []
         return found
 
     def recipe(self, claim: Claim) -> Recipe:
