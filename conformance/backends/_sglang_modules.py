@@ -9,6 +9,7 @@ own that stands for it is named below (its JIT alignment of experts, its Triton 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -56,6 +57,8 @@ def library() -> Library:
     """SGLang. Raises ImportError where there is none, or not the one library that these modules need."""
     if importlib.util.find_spec("msgspec") is None:
         raise ImportError("SGLang's kernels need msgspec, which is not installed")
+    if not hasattr(logging.Logger, "warning_once"):  # Transformers adds it, which SGLang imports before its kernels
+        setattr(logging.Logger, "warning_once", logging.Logger.warning)  # noqa: B010 - no attribute that mypy knows
     return Library("sglang", "sglang", "CONFORMANCE_SGLANG", REAL, _given())
 
 

@@ -25,8 +25,8 @@ SCALED_SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functio
 OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEASURED = "measured on an H200"
 SM90 = 9
-MOST_GROUPS = 1024
-"""The operators refuse more."""
+MOST_GROUPS = 1023
+"""The operators refuse 1024 ("Can't process more than 1024 groups"), and more."""
 SWEPT: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",), "inputs": ("strided",)}
 
 if not (hasattr(F, "grouped_mm") and hasattr(F, "scaled_grouped_mm")):

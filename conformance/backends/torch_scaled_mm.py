@@ -7,6 +7,7 @@ On SM90 cuBLASLt runs on the FP8 tensor cores: with ``use_fast_accum`` one 13-bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ CAPABILITIES = (9, 10)
 GPU_MULTIPLES = {"k": 16, "n": 16}
 """cuBLASLt asks for rows of 16 bytes."""
 GPU_MAX_K = 4096
+K_PARTS = 16
+"""cuBLASLt's other products come in parts from K = 4096 on; all of these came in one."""
 SWEPT: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",), "inputs": ("strided",)}
 
 if not hasattr(torch, "_scaled_mm"):
@@ -54,7 +57,7 @@ class ScaledMM:
         if (on_gpu and self._major not in CAPABILITIES) or (not on_gpu and (self._fast or self._rows)):
             return []
         multiples = GPU_MULTIPLES if on_gpu else {}
-        # Longer sums may be split over K, which the declared accumulator does not do.
+        # Longer sums have not been measured.
         maxima = {"k": GPU_MAX_K} if on_gpu and not self._rows else {}
         return [
             Claim(
@@ -69,10 +72,11 @@ class ScaledMM:
         ]
 
     def recipe(self, claim: Claim) -> Recipe:
-        """13 bits on SM90. oneDNN multiplies in BF16 units on x86, which flush subnormal numbers."""
+        """13 bits on SM90, scales at the end. oneDNN multiplies in BF16 units on x86, which flush subnormal numbers."""
         if self._major == 9:
             promotion: Promotion = "none" if self._fast else "every_128"
-            return Recipe(source="measured on an H200", accumulator="hopper_fp8", promotion=promotion)
+            recipe = Recipe(source="measured on an H200", accumulator="hopper_fp8", promotion=promotion)
+            return recipe if self._rows else replace(recipe, scale_combination="fma_dot_sasb", k_parts=K_PARTS)
         return Recipe(source=SOURCE, subnormals="keep" if self._major else "flush")
 
     def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:

@@ -37,6 +37,15 @@ def test_scaled_products_are_claimed_on_sm90_alone(monkeypatch: pytest.MonkeyPat
     assert {claim.variant for claim in claims} <= {"bf16", "fp8_per_tensor"}
 
 
+def test_the_operators_refuse_1024_groups(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for backend in (BF16, FP8, FAST):
+        case = case_of("bf16" if backend is BF16 else "fp8_per_tensor", "contiguous")
+        for groups, covered in ((1023, True), (1024, False)):
+            asked = case.replace(groups=groups)
+            assert any(claim.refusal(asked) is None for claim in backend.claims("cuda:0")) is covered
+
+
 @pytest.mark.parametrize(
     ("rows", "ends"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -121,6 +122,16 @@ def test_codes_of_scales_hide_nothing() -> None:
     for odd in (0.75, 0.0, -1.0, torch.inf, 2.0**-127 * 1.5):
         scales = torch.tensor([[1.0, odd]])
         assert torch.equal(sglang_quant.codes_of(scales), scales)
+
+
+def test_codes_of_scales_in_a_captured_graph_hide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_quant, "_is_captured", lambda tensor: True)
+    powers = torch.tensor([[2.0**-126, 0.5, 1.0, 2.0**127, torch.nan]])
+    assert sglang_quant.codes_of(powers).tolist() == [[1, 126, 127, 254, 255]]
+    for number in (1.5, 0.75, 0.0, -1.0, torch.inf, 2.0**-127, 3e-30):
+        [found] = sglang_quant.codes_of(torch.tensor([number])).tolist()
+        near = 0 if abs(number) < 2.0**-126 else 127 + math.floor(math.log2(min(abs(number), 2.0**127)))
+        assert abs(found - near) > 100, number
 
 
 def test_scales_of_codes() -> None:

@@ -7,7 +7,9 @@ from conformance.backends.torch_scaled_mm import backends
 from conformance.operations import gemm
 from fuzz.case import Case
 from fuzz.grammar import GEMM_VALUES
+from fuzz.inputs import build
 from references.backend import Backend, Unsupported
+from references.gemm_models import has_model
 
 PLAIN, FAST, ROWS = backends()
 TEXT = "gemm fp8_per_tensor v=1 k=%d layout=plain m=%d n=%d out=%s scale=fp32 values=%s seed=3"
@@ -67,3 +69,15 @@ def test_other_formats_are_refused():
     case = Case.parse("gemm mxfp8 v=1 k=32 layout=plain m=1 n=1 out=bf16 scale=ue8m0 values=normal seed=0")
     with pytest.raises(Unsupported, match="mxfp8"):
         PLAIN.prepare(case, {}, {})
+
+
+def test_on_sm90_the_products_with_one_scale_have_an_exact_model(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    case = Case.parse(TEXT % (256, 2, 16, "fp32", "normal"))
+    a, b = gemm.operands(case, build(case))
+    for backend, promotion in zip(backends(), ("every_128", "none", "every_128"), strict=True):
+        [claim] = backend.claims("cuda:0")
+        recipe = backend.recipe(claim)
+        assert recipe.accumulator == "hopper_fp8"
+        assert recipe.promotion == promotion
+        assert has_model(a, b, recipe) == (backend.name != "torch_scaled_mm_rows")
