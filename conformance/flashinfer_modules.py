@@ -1,14 +1,16 @@
 """FlashInfer's modules, compiled once and taken along: ``python -m conformance.flashinfer_modules build | pack``.
 
-``build`` compiles the modules that the backends ``flashinfer`` and ``flashinfer_mono`` call and puts them where
-FlashInfer looks for prebuilt ones, ``flashinfer/data/aot/NAME/NAME.so`` of the installed package. No GPU is needed,
-nvcc is. ``pack FILE.tar.xz`` writes the part of the installed FlashInfer that these backends need, prebuilt modules
-included: a few megabytes instead of a hundred, for a GPU host without a package index (docs/gpu-host.md).
+``build`` compiles the modules that the backends ``flashinfer`` and ``flashinfer_mono`` call, ``fused_moe_90`` of
+``flashinfer_moe`` where it is named, and puts them where FlashInfer looks for prebuilt ones,
+``flashinfer/data/aot/NAME/NAME.so`` of the installed package. No GPU is needed, nvcc is. ``pack FILE.tar.xz`` writes
+the part of the installed FlashInfer that these backends need, prebuilt modules included: a few megabytes instead of a
+hundred, for a GPU host without a package index (docs/gpu-host.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import shutil
@@ -38,7 +40,9 @@ HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand", "n
 USED = (
     "flashinfer",
     "flashinfer.fused_moe.fused_routing_dsv3",
+    "flashinfer.fused_moe.layer",
     "flashinfer.fused_moe.monomoe",
+    "flashinfer.fused_moe.prepare",
     "flashinfer.gemm",
     "flashinfer.jit.quantization",
     "flashinfer.quantization.fp4_quantization",
@@ -157,6 +161,8 @@ def pack(file: Path) -> int:
     package = Path(str(sys.modules["flashinfer"].__file__)).parent
     sources = {Path(origin) for module in list(sys.modules.values()) if (origin := getattr(module, "__file__", None))}
     chosen = {path for path in sources if path.is_relative_to(package)}
+    # What a function imports when it is called: FlashInfer's autotuner does, whatever is asked of a layer.
+    chosen |= {path for source in chosen for path in imported(source, package)}
     chosen |= {path for path in package.rglob("*.json") if path.parent in {source.parent for source in chosen}}
     data = package / "data"
     chosen |= {path for folder in RUN_TIME_DATA for path in (data / folder).rglob("*") if path.is_file()}
@@ -167,6 +173,23 @@ def pack(file: Path) -> int:
         for path in sorted(chosen | {about}):
             archive.add(path, arcname=str(path.relative_to(package.parent)), filter=_anonymous)
     return len(chosen) + 1
+
+
+def imported(source: Path, package: Path) -> set[Path]:
+    """The files of a package that a source of it names in any import, those within functions included."""
+    folder = list(source.relative_to(package.parent).parent.parts)
+    names: list[list[str]] = []
+    for node in ast.walk(ast.parse(source.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name.split(".") for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            names += [[*base, alias.name] for alias in node.names]
+    steps = {tuple(name[: end + 1]) for name in names if name[:1] == [package.name] for end in range(len(name))}
+    places = {package.parent.joinpath(*step) for step in steps}
+    files = {file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py")}
+    return {file for file in files if file.is_file()}
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

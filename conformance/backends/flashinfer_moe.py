@@ -323,14 +323,11 @@ def chosen(runner: Any, bound: list[Tensor], word: str | None, fused: bool) -> A
     second = [tactic for tactic in lists[1] if in_epilogue(tactic) == fused]
     share = 0 if word is None else TACTICS.index(word) / (len(TACTICS) - 1)
     firsts, seconds = (items[int(share * (len(items) - 1)) :] + items for items in (lists[0], second))
-    return next(
-        (
-            (a, b)
-            for a, b in [*((a, seconds[0]) for a in firsts), *((firsts[0], b) for b in seconds)]
-            if runs(runner, bound, (a, b))
-        ),
-        (firsts[0], seconds[0]),
-    )
+    first = next((tactic for tactic in firsts if runs(runner, bound, (tactic, -1))), -1)
+    found = next((tactic for tactic in seconds if runs(runner, bound, (-1, tactic))), -1)
+    if fused and found == -1:
+        raise Unsupported("this build has no tactic that adds experts in the epilogue")
+    return first, found
 
 
 def runs(runner: Any, bound: list[Tensor], tactic: tuple[int, int]) -> bool:

@@ -86,7 +86,7 @@ class StandIn:
 
     def forward(self, bound: list[Tensor], tactic: Any = -1) -> Tensor:
         self.taken.append(tactic)
-        if tactic in self.left_out or (tactic != -1 and tactic[0] in self.left_out):
+        if tactic != -1 and set(tactic) & set(self.left_out):
             raise RuntimeError(f"[TensorRT-LLM][ERROR] {modules.LEFT_OUT} (stub.cpp:3)")
         return self.answer(bound[1:], self.config.activation)
 
@@ -153,6 +153,11 @@ def decoded(weights: Tensor, scales: Tensor) -> Tensor:
     return numbers * torch.exp2(scales.view(torch.uint8)[..., 0].float() - 127).repeat_interleave(32, 1)
 
 
+def whole(library: StandIn) -> list[Any]:
+    """The pairs of tactics that were taken, trials of one apart."""
+    return list(dict.fromkeys(tactic for tactic in library.taken if tactic != -1 and -1 not in tactic))
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
@@ -197,14 +202,14 @@ def test_tactics_are_taken_from_both_ends_and_between(library: StandIn) -> None:
     for word in flashinfer_moe.TACTICS:
         assert verdict(drawn("bf16"), options={"tactic": word}) == "pass"
     # The second product has numbers 6 to 15: 8, 9, 12 and 13 add experts in the epilogue, 14 and 15 are old ones.
-    assert list(dict.fromkeys(library.taken)) == [(0, 6), (1, 7), (3, 11), (5, 15)]
+    assert whole(library) == [(0, 6), (1, 7), (3, 11), (5, 15)]
 
 
 def test_the_fused_backend_takes_the_others_and_declares_it(library: StandIn) -> None:
     backend = flashinfer_moe.FlashInferMoe("flashinfer_moe_fused")
     assert verdict(drawn("bf16"), "flashinfer_moe_fused") == "pass"
     assert verdict(drawn("bf16"), "flashinfer_moe_fused", {"tactic": "4of4"}) == "pass"
-    assert list(dict.fromkeys(library.taken)) == [(0, 8), (5, 13)]
+    assert whole(library) == [(0, 8), (5, 13)]
     claim: Any = SimpleNamespace(variant="bf16", source="test")
     recipe = backend.recipe(claim)
     assert (recipe.weighted_dtype, recipe.combine_dtype, recipe.fc2_dtype) == ("bf16", "bf16", "fp32")
@@ -213,9 +218,12 @@ def test_the_fused_backend_takes_the_others_and_declares_it(library: StandIn) ->
 
 
 def test_tactics_that_were_left_out_are_passed_over(library: StandIn) -> None:
-    library.left_out = (0, 1, (2, 6))
+    library.left_out = (0, 1, 6, 7, 15, *range(8, 10), *range(12, 14))
     assert verdict(drawn("bf16"), options={"tactic": "1of4"}) == "pass"
-    assert library.taken[-1] == (3, 6)
+    assert verdict(drawn("bf16"), options={"tactic": "4of4"}) == "pass"
+    assert whole(library) == [(2, 10), (5, 10)]
+    with pytest.raises(Unsupported, match="no tactic that adds experts in the epilogue"):
+        verdict(drawn("bf16"), "flashinfer_moe_fused")
 
 
 def test_claims_follow_the_gates_and_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

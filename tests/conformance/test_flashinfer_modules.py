@@ -43,3 +43,31 @@ def test_headers_come_from_wheels_or_are_asked_for(monkeypatch, tmp_path):
     found = {path.name for path in (tmp_path / "two" / "include").iterdir()}
     assert found == {"cublasLt.h", "curand_kernel.h"}  # the toolkit has its own nvrtc.h
     assert (tmp_path / "two" / "lib" / "libcuda.so").exists()
+
+
+def test_what_functions_import_is_packed_too(tmp_path):
+    package = tmp_path / "library"
+    texts = {
+        "__init__.py": "",
+        "lazy.py": "",
+        "other.py": "",
+        "unused.py": "",
+        "part/__init__.py": "from .inner import name\n",
+        "part/inner.py": (
+            "import os, library.other\nname = 1\n"
+            "def call():\n    from library.lazy import thing\n    from .. import absent\n"
+            "    from ..deep.down import it\n"
+        ),
+        "deep/__init__.py": "",
+        "deep/down.py": "it = 1\n",
+    }
+    for name, text in texts.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+
+    def found(name):
+        return {str(path.relative_to(package)) for path in flashinfer_modules.imported(package / name, package)}
+
+    assert found("part/inner.py") == {"__init__.py", "lazy.py", "other.py", "deep/__init__.py", "deep/down.py"}
+    assert found("part/__init__.py") == {"__init__.py", "part/__init__.py", "part/inner.py"}
+    assert found("lazy.py") == set()
