@@ -87,7 +87,10 @@ def prepare(settings: Settings, asked: Asked, ledger: Ledger, fleet: Fleet) -> t
         )
         for item in survey.found
     ]
-    _check_something_runs(plan, targets, survey)
+    drawn = settings.cases if not given else None
+    _check_something_runs(
+        plan, targets, survey, "" if drawn is None else f"; --least {drawn} adds cases that are claimed"
+    )
     return plan, targets, survey
 
 
@@ -113,14 +116,15 @@ def _replayed(settings: Settings, chosen: list[planning.Group], descriptions: li
     ]
 
 
-def _check_something_runs(plan: Sequence[Case], targets: Sequence[Target], survey: Survey) -> None:
+def _check_something_runs(plan: Sequence[Case], targets: Sequence[Target], survey: Survey, hint: str) -> None:
+    """Raises `UsageError` where no target claims any case. hint: what would help if there are targets."""
     reasons = []
     for target in targets:
         for case in (*target.ledger.witnesses(), *plan):
             claimed = target.claimed(case)
             if not isinstance(claimed, str):
                 return
-            reasons.append(f"{target.description.backend} on {target.description.device}: {claimed}")
+            reasons.append(f"{target.description.backend} on {target.description.device}: {claimed}{hint}")
     reasons += [f"{item.backend}: {item.reason}" for item in survey.absent]
     raise UsageError(f"no case to execute: {reasons[0] if reasons else 'there is no backend'}")
 

@@ -17,6 +17,7 @@ from conformance.gating.model import Gate, Observation, Observed
 from conformance.journal import read_records
 from conformance.messages import CallReply
 from fuzz.case import Case
+from references.backend import Claim
 
 PASSING = "ue8m0 ceil v=1 from=scale n=4 values=normal seed=2"
 FAILING = "ue8m0 ceil v=1 from=scale n=4 values=normal seed=3"
@@ -161,6 +162,19 @@ def test_nothing_to_run_is_a_usage_error(run: Run, fakes: Any) -> None:
     code, _, err = run()
     assert code == 2
     assert err.startswith("conformance: no case to execute: gpulib: ModuleNotFoundError")
+
+
+def test_a_number_of_cases_that_holds_none_of_a_narrow_claim_is_told_from_an_empty_one(
+    run: Run, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.offer(lib=fakes.right)
+    narrow = Claim(operation="ue8m0", variant="ceil", source="s", where={"n": ("4097",)})
+    monkeypatch.setattr(runs.Fleet, "offers", {"lib": (fakes.right, [narrow])})
+    code, _, err = run()
+    assert code == 2
+    assert err.startswith("conformance: no case to execute: lib on cpu: n=")
+    assert err.endswith(" is none of 4097; --least 6 adds cases that are claimed\n")
+    assert run("--least", "6")[0] == 0
 
 
 def test_a_plan_that_nobody_claims_is_a_usage_error(run: Run, fakes: Any) -> None:
