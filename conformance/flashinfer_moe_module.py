@@ -104,7 +104,7 @@ def build(chosen: Sequence[str], jobs: int, deadline: float) -> Path:
         sources = sorted([*runners(folder, chosen), *tactics(folder, chosen), *kept], key=urgency)
         commands = dataclasses.replace(spec, sources=sources).get_compile_commands()
         objects = compiled(commands, folder, jobs, deadline)
-        built = [name for name in chosen if {f"layer_{name}", f"gemm_{name}"} <= set(objects)]
+        built = [name for name in chosen if needed(name) <= set(objects)]
         if not built:
             raise LookupError("no format was compiled in time")
         module = linked(list(objects.values()), folder, commands, toolkit)
@@ -121,6 +121,11 @@ def urgency(source: Path) -> int:
         if source.name.startswith(start):
             return rank
     return 4 if source.name.startswith("tactic_") else 3
+
+
+def needed(name: str) -> set[str]:
+    """The stems of the sources without which a format does not run at all."""
+    return {f"layer_{name}", f"gemm_{name}"} | (set() if name == "deepseek_fp8" else {f"tactic_0_{name}"})
 
 
 def is_kept(source: Path) -> bool:
@@ -214,9 +219,9 @@ def compiled(commands: Sequence[Mapping[str, Any]], folder: Path, jobs: int, dea
     stems = [Path(command["file"]).stem for command in commands]
     objects = {stem: path for stem, path in zip(stems, found, strict=True) if path is not None}
     lacking = [stem for stem in stems if stem not in objects]
-    needed = [stem for stem in lacking if not stem.startswith(("tactic_", "layer_", "gemm_"))]
-    if needed:
-        raise LookupError(f"not compiled: {', '.join(needed)}")
+    missing = [stem for stem in lacking if not stem.startswith(("tactic_", "layer_", "gemm_"))]
+    if missing:
+        raise LookupError(f"not compiled: {', '.join(missing)}")
     if lacking:
         print(f"left out: {', '.join(lacking)}")
     return objects

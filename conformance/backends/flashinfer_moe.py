@@ -152,9 +152,9 @@ class FlashInferMoe:
 
     def recipe(self, claim: Claim) -> Recipe:
         """As read in the source; see the module."""
-        stored: dict[str, Any] = (
-            {"weighted_dtype": "bf16", "combine_dtype": "bf16"} if self._fused else {"fc2_dtype": "bf16"}
-        )
+        stored: dict[str, Any] = {"fc2_dtype": "bf16"}
+        if self._fused:  # atomics in no order, and FlashInfer says so (``use_fused_finalize``)
+            stored = {"weighted_dtype": "bf16", "combine_dtype": "bf16", "run_to_run": False}
         return Recipe(
             source=claim.source,
             fc1_dtype="bf16",

@@ -213,6 +213,7 @@ def test_the_fused_backend_takes_the_others_and_declares_it(library: StandIn) ->
     claim: Any = SimpleNamespace(variant="bf16", source="test")
     recipe = backend.recipe(claim)
     assert (recipe.weighted_dtype, recipe.combine_dtype, recipe.fc2_dtype) == ("bf16", "bf16", "fp32")
+    assert not recipe.run_to_run
     with pytest.raises(Unsupported, match="no moe w4a16"):
         backend.prepare(drawn("w4a16"), {}, {})
 

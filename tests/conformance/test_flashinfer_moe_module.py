@@ -30,6 +30,9 @@ def test_defaults_come_first_and_are_complete(tmp_path):
     assert [path.name for path in order][:2] == ["layer_bf16.cu", "gemm_bf16.cu"]
     assert [path.stem.startswith("tactic_0") for path in order] == [False] * 2 + [True] * 3 + [False] * 8
     assert order[5].name == "logger.cpp"
+    stems = {file.stem for file in [*files, *few.runners(tmp_path, list(few.RUNNERS))]}
+    assert all(few.needed(name) <= stems for name in few.RUNNERS)
+    assert few.needed("deepseek_fp8") == {"layer_deepseek_fp8", "gemm_deepseek_fp8"}
 
 
 def test_runners_are_those_of_the_formats_asked_for(tmp_path):
