@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from conformance import cli_tools as tools
 from conformance import ledger as ledgers
@@ -43,6 +42,7 @@ from conformance.cli_options import (
     cpus,
     many,
     parsed,
+    plain_console,
 )
 from conformance.discover import UsageError
 from conformance.engine import Limits
@@ -170,7 +170,7 @@ def run(
         limits=limits,
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
     )
-    return runs.run(settings, Ledger() if no_ledger else ledgers.load(ledger), Console())
+    return runs.run(settings, Ledger() if no_ledger else ledgers.load(ledger), plain_console())
 
 
 def fuzz(
@@ -218,7 +218,7 @@ def fuzz(
         ),
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
     )
-    return fuzzing.fuzz(settings, profile, Ledger() if no_ledger else ledgers.load(ledger), Console())
+    return fuzzing.fuzz(settings, profile, Ledger() if no_ledger else ledgers.load(ledger), plain_console())
 
 
 def repro(
@@ -274,8 +274,8 @@ def repro(
 
         good, bad = bisect
         bounds = bisecting.Request(of=request, good=good, bad=bad, folder=environments, dependencies=not no_deps)
-        return bisecting.bisect(bounds, Console())
-    return repros.repro(request, ledgers.load(ledgers.DEFAULT), Console())
+        return bisecting.bisect(bounds, plain_console())
+    return repros.repro(request, ledgers.load(ledgers.DEFAULT), plain_console())
 
 
 def compare(
@@ -331,7 +331,7 @@ def compare(
         limits=Limits(jobs=jobs or cpus(), deadline=parsed("--deadline", units.seconds, deadline)),
         command=shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
     )
-    return comparing.compare(settings, ledgers.load(ledger), Console())
+    return comparing.compare(settings, ledgers.load(ledger), plain_console())
 
 
 for command in (

@@ -37,10 +37,15 @@ NoDeps = Annotated[bool, typer.Option("--no-deps", help="Install releases withou
 NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Take no failure as known.")]
 
 
+def plain_console() -> Console:
+    """Standard output, in tables too without markup: what a backend says of itself may hold brackets."""
+    return Console(markup=False)
+
+
 def wide_console() -> Console:
     """For tables: a terminal's own width, else room for every column."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
+    console = plain_console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH, markup=False)
 
 
 def parsed(option: str, parse: Callable[[str], Any], text: str) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from conformance import ledger as ledgers
 from conformance import planning, units
@@ -21,6 +20,7 @@ from conformance.cli_options import (
     cpus,
     many,
     parsed,
+    plain_console,
     wide_console,
 )
 from conformance.discover import UsageError, check_names, sources
@@ -84,7 +84,7 @@ def gating(
         device=device,
         against=tuple(against or ()),
     )
-    return command.gating(settings, Console())
+    return command.gating(settings, plain_console())
 
 
 def backends(
@@ -198,7 +198,7 @@ def report(directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --
         paths = write_all(directory, records, described)
     except OSError as error:
         raise UsageError(f"{directory}: {error.strerror or error}") from None
-    console = Console()
+    console = plain_console()
     for line in (*headline(records, described), *map(str, paths.values())):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -230,3 +230,15 @@ def test_a_project_s_own_packages_of_these_names_are_not_taken_for_ours(tmp_path
     ran = subprocess.run(command(*words), cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert (tmp_path / "out/conformance/report.html").exists()
+
+
+def test_brackets_in_what_a_backend_says_of_itself_are_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conformance.discover.builtin_sources", list)
+    text = (PLUGINS / "good.py").read_text().replace('"1.0"', '"1[/i]"')
+    (tmp_path / "mine.py").write_text(text.replace('SOURCE = "tests', 'SOURCE = "a[/b] [red] tests'))
+    assert main(["backends", "--plugin", str(tmp_path / "mine.py")]) == 0
+    said = capfd.readouterr().out
+    assert "good 1[/i] on cpu" in said
+    assert "a[/b] [red] tests" in said
