@@ -25,7 +25,9 @@ LEAST = 200
 proportion to its pace."""
 
 MOST_LARGE = 2
-"""Cases that take long to draw, of those that are added for one backend: a layer of 256 experts takes a minute."""
+"""Cases that take long to draw, of those that are added for one backend: a layer of 256 experts takes seconds."""
+PASSED_OVER = 64
+"""Such cases that are passed over in a row before the search for small ones ends."""
 
 PROBED = ("ue8m0", "quantize", "gemm")
 """Operations whose open choices can be measured."""
@@ -156,7 +158,7 @@ def _top_up(
     """Cases of the plan bent to the claims of backends that claim fewer than ``least`` of a class of groups."""
     added: dict[Case, None] = {}
     pools: dict[Group, list[Case]] = {}
-    for case in plan:
+    for case in dict.fromkeys(plan):
         pools.setdefault((case.operation, case.variant), []).append(case)
     for description in sorted(descriptions, key=lambda item: (item.backend, item.device)):
         claims = [Claim.from_json(item.claim) for item in description.claims]
@@ -172,16 +174,17 @@ def _top_up(
 
 
 def _few_large(cases: Iterator[Case], count: int) -> Iterator[Case]:
-    """The first of the cases, but `MOST_LARGE` large ones at most; more of them in a row end the search."""
-    large = 0
-    while count > 0 and large <= 2 * MOST_LARGE:
+    """The first of the cases, but `MOST_LARGE` large ones at most; as many more of them in a row end the search."""
+    large = passed = 0
+    while count > 0 and passed <= MOST_LARGE:
         case = next(cases, None)
         if case is None:
             return
-        large += is_large(case)
-        if not is_large(case) or large <= MOST_LARGE:
-            count -= 1
-            yield case
+        if is_large(case) and large == MOST_LARGE:
+            passed += 1
+            continue
+        large, passed, count = large + is_large(case), 0, count - 1
+        yield case
 
 
 def _bent(pool: Sequence[Case], claims: Sequence[Claim], turns: int) -> Iterator[Case]:

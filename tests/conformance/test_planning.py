@@ -13,6 +13,7 @@ from conformance.discover import UsageError
 from conformance.messages import Claimed, Description
 from conformance.target import Target
 from fuzz.case import Case
+from fuzz.extent import is_large
 from fuzz.plan import draw_plan, write_plan
 from references.backend import Claim
 
@@ -186,3 +187,18 @@ def test_cases_that_take_long_to_draw_are_few() -> None:
     plan = planning.draw([("moe", "deepseek_fp8")], [description("vast", vast), description("z", every)], 1, None)
     assert sum(vast.refusal(case) is None for case in plan) == planning.MOST_LARGE
     assert len(plan) >= planning.LEAST
+
+
+def test_large_cases_among_small_ones_do_not_end_the_search() -> None:
+    """Many drawn cases become large ones on the way to such a claim; enough small ones lie between them."""
+    narrow = Claim(
+        operation="gemm",
+        variant="deepseek_fp8",
+        source="s",
+        where={"layout": ("mn_major",), "out": ("bf16",), "scale": ("fp32",)},
+        multiples={"k": 128, "n": 64},
+    )
+    plan = planning.draw([("gemm", "deepseek_fp8")], [description("narrow", narrow)], 20261130, None, 500)
+    claimed = [case for case in plan if narrow.refusal(case) is None]
+    assert len(claimed) >= 500
+    assert sum(map(is_large, claimed)) <= planning.MOST_LARGE + 2
