@@ -167,7 +167,7 @@ def _top_up(
             pool = [case for group in groups for case in pools.get(group, ())]
             lacking = least - sum(any(claim.refusal(case) is None for claim in mine) for case in pool) if mine else 0
             small = [case for case in pool if not is_large(case)]
-            for case in _few_large(_bent(small, mine, least), max(0, lacking)):
+            for case in _few_large(_bent(small, mine, least, set(pool)), max(0, lacking)):
                 added[case] = None
                 pools[case.operation, case.variant].append(case)
     return list(added)
@@ -187,9 +187,8 @@ def _few_large(cases: Iterator[Case], count: int) -> Iterator[Case]:
         yield case
 
 
-def _bent(pool: Sequence[Case], claims: Sequence[Claim], turns: int) -> Iterator[Case]:
-    """Distinct cases that the claims cover, each claim in turn, as many as can be had."""
-    known = set(pool)
+def _bent(pool: Sequence[Case], claims: Sequence[Claim], turns: int, known: set[Case]) -> Iterator[Case]:
+    """Distinct cases that the claims cover, each claim in turn, as many as can be had. known: those not to be given."""
     for turn in range(1, 1 + turns):
         before = len(known)
         for claim in claims:
