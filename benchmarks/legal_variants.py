@@ -400,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         for row, found in zip(rows, pool.map(_row, rows) if options.jobs > 1 else map(_row, rows), strict=True):
             tallies |= found
-            print(f"{time.monotonic() - start:.0f} s: {row[0]} {row[1]}", file=sys.stderr, flush=True)
+            print(f"{time.monotonic() - start:.0f} s: {table(found).splitlines()[2]}", file=sys.stderr, flush=True)
     if not tallies:
         parser.error(f"no operation has a format {', '.join(options.format)}")
     rejected = [line for tally in tallies.values() for line in tally.rejected]
