@@ -398,7 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.format or variant in options.format
     ]
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for row, found in zip(rows, pool.map(_row, rows) if options.jobs > 1 else map(_row, rows), strict=True):
+        for found in pool.map(_row, rows) if options.jobs > 1 else map(_row, rows):
             tallies |= found
             print(f"{time.monotonic() - start:.0f} s: {table(found).splitlines()[2]}", file=sys.stderr, flush=True)
     if not tallies:
