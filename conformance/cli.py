@@ -8,6 +8,7 @@ starts with ``conformance: ``.
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import re
@@ -16,10 +17,10 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -334,6 +335,23 @@ def compare(
     return comparing.compare(settings, ledgers.load(ledger), plain_console())
 
 
+class _Interrupted(Exception):  # noqa: N818 - what happened
+    """Ctrl-C or SIGTERM inside of a command."""
+
+
+def _told(command: Callable[..., int]) -> Callable[..., int]:
+    """The command, whose KeyboardInterrupt typer would turn into a silent exit."""
+
+    @functools.wraps(command)
+    def told(*arguments: Any, **options: Any) -> int:
+        try:
+            return command(*arguments, **options)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
+
+    return told
+
+
 for command in (
     run,
     fuzz,
@@ -347,7 +365,7 @@ for command in (
     tools.environments,
     tools.report,
 ):
-    app.command()(command)
+    app.command()(_told(command))
 
 
 def _say(message: str) -> None:
@@ -369,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HarnessError as error:
         _say(f"the harness failed: {error}")
         return HARNESS
-    except (KeyboardInterrupt, typer.Abort):
+    except (_Interrupted, KeyboardInterrupt, typer.Abort):
         _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:

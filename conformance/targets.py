@@ -142,9 +142,14 @@ class Fleet:
         absent: list[Absent] = []
         pairs = [(source, device) for source in sources for device in devices]
         with ThreadPoolExecutor(max(1, jobs)) as pool:
-            tried = pool.submit(self._try_oracle)
-            outcomes = list(pool.map(lambda pair: self._describe_one(*pair), pairs))
-            tried.result()
+            try:
+                tried = pool.submit(self._try_oracle)
+                outcomes = list(pool.map(lambda pair: self._describe_one(*pair), pairs))
+                tried.result()
+            except BaseException:  # Ctrl-C, or an error in what the user wrote: an import may take minutes more
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.close()
+                raise
         for outcome in outcomes:
             found += [item for item in outcome if isinstance(item, Found)]
             absent += [item for item in outcome if isinstance(item, Absent)]

@@ -242,3 +242,22 @@ def test_brackets_in_what_a_backend_says_of_itself_are_shown(
     said = capfd.readouterr().out
     assert "good 1[/i] on cpu" in said
     assert "a[/b] [red] tests" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_backends_start_is_one_line(tmp_path: Path, number: int) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "slow.py").write_text(f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(600)\n")
+    words = ("run", "--plugin", str(tmp_path / "slow.py"), "--backend", "slow", "--out", str(tmp_path / "out"))
+    process = subprocess.Popen(
+        command(*words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        while not mark.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (130, "", "conformance: interrupted\n")
