@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,12 +55,14 @@ class Expectation:
     """What the model says of every output, FP64 ``[m, n]``.
 
     sum: the accumulator's expected value. spread: bound on its standard deviation, 0 where the output is not looked at.
-    bias: bound on what it may be off by in one direction.
+    bias: bound on what it may be off by in one direction. wide: sums are wider than FP32, so that an FP32 output is one
+    of them rounded.
     """
 
     sum: Tensor
     spread: Tensor
     bias: Tensor
+    wide: bool = False
 
 
 def around_exact(facts: Sums, recipe: Recipe) -> Expectation | None:
@@ -69,7 +71,7 @@ def around_exact(facts: Sums, recipe: Recipe) -> Expectation | None:
     if unit is None or recipe.subnormals != "keep" or recipe.out_rounding != "nearest":
         return None
     largest = (facts.size + facts.exact.abs()) * 0.5
-    return _expectation(facts.exact, largest, facts.n, unit)
+    return replace(_expectation(facts.exact, largest, facts.n, unit), wide=unit == U64)
 
 
 def around_model(model: Tensor, size: Tensor, blocks: int) -> Expectation:
@@ -108,7 +110,7 @@ def examine(actual: Tensor, expected: Expectation, dtype: torch.dtype) -> Findin
     spread, bias = expected.spread.reshape(-1)[chosen], expected.bias.reshape(-1)[chosen]
     if not bool(found.isfinite().all()):
         return Finding(math.inf, "not every output is finite")
-    if dtype != torch.float32:
+    if dtype != torch.float32 or expected.wide:
         return _narrow(found, sums, spread, bias, dtype)
     scaled = (found - sums) / spread
     square, mean = float((scaled * scaled).mean()), float((torch.sign(sums) * scaled).mean())

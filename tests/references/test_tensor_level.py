@@ -156,3 +156,15 @@ def test_recipes_without_a_model_have_no_expectation():
         PROMOTED,
     ):
         assert admissible_gemm(a, b, recipe(**choices), F32).expectation is None
+
+
+@pytest.mark.parametrize("variant", ["deepseek_fp8", "fp16", "w4a8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_sums_in_fp64_are_judged_as_rounded_once(variant, dtype):
+    """Their spread is far below a unit of FP32, so that an FP32 sum of the same terms stands out."""
+    a, b = make(variant, "wide", k=308, m=40)
+    expectation = admissible_gemm(a, b, recipe(accumulator="fp64"), dtype).expectation
+    assert headroom(a.values @ b.values.T, expectation, dtype) <= 1
+    if dtype == F32:
+        single = (a.values.float() @ b.values.float().T).double()
+        assert headroom(single, expectation, dtype) > 1
