@@ -108,7 +108,8 @@ def judge(case: Case, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor
         columns = columns.to(actual.device)
         actual = actual[:, columns]
     shape = (actual.shape[0], actual.shape[1])
-    whole, rival = _anything(shape, actual.device), torch.zeros(shape, dtype=torch.float64, device=actual.device)
+    whole = _anything(shape, actual.device, wide=recipe.accumulator == "fp64")
+    rival = torch.zeros(shape, dtype=torch.float64, device=actual.device)
     known = True
     for where, a, b in group_operands(case, inputs, rows, numbers, columns):
         part = admissible_gemm(a, b, recipe, dtype, actual[where])
@@ -146,13 +147,13 @@ def judged_rows(case: Case, rows: Tensor) -> Tensor | None:
     return used[picked]
 
 
-def _anything(shape: tuple[int, int], device: torch.device) -> Admissible:
-    """An admissible set to be filled in."""
+def _anything(shape: tuple[int, int], device: torch.device, *, wide: bool) -> Admissible:
+    """An admissible set to be filled in. wide: see `Expectation`."""
     zeros = [torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(12)]
     names = ("accumulation", "scaling", "output_rounding", "evaluation")
     modelled = torch.zeros(shape[0], dtype=torch.bool, device=device)
     radii = dict(zip(names, zeros[5:9], strict=True))
-    return Admissible(Interval(*zeros[:5]), radii, modelled, Expectation(*zeros[9:]))
+    return Admissible(Interval(*zeros[:5]), radii, modelled, Expectation(zeros[9], zeros[10], zeros[11], wide))
 
 
 def _place(whole: Admissible, part: Admissible, where: Tensor) -> None:

@@ -4,6 +4,7 @@ import torch
 
 from benchmarks import legal_variants, summation
 from benchmarks.legal_variants import ANY, Legal, Tally, cut, draw, examine, legal, main, size, table
+from conformance.operations import OPERATIONS
 from fuzz.case import Case
 from fuzz.grammar import GRAMMAR
 
@@ -67,3 +68,15 @@ def test_orders_by_hand():
     assert float(summation.positive_first_truncating(torch.tensor([[0.0, 3.0, big]]), ones)) == big + 2
     rows = torch.arange(12.0).view(4, 3) - 5
     assert torch.equal(summation.positive_first(rows, rows), rows @ rows.T)
+
+
+def test_sums_in_fp64_pass_as_a_whole():
+    """FP32 outputs of dense and grouped products, whose roundings are no errors of the sum."""
+    for operation, words in (("gemm", ""), ("grouped_gemm", "grouping=masked groups=3 ")):
+        case = Case.parse(
+            f"{operation} fp16 v=1 {words}k=64 layout=plain m=40 n=40 out=fp32 scale=none values=wide seed=1"
+        )
+        inputs = OPERATIONS[operation].inputs(case)
+        right = next(item for item in legal()[operation] if item.name == "FP64 sums")
+        verdicts = OPERATIONS[operation].judge(case, inputs, right.answer(case, inputs), right.recipe)
+        assert {verdict.part: verdict.verdict for verdict in verdicts} == {"output": "pass", "property:tensor": "pass"}
