@@ -236,6 +236,7 @@ def test_brackets_in_what_a_backend_says_of_itself_are_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("conformance.discover.builtin_sources", list)
+    monkeypatch.setenv("COLUMNS", "400")  # a long path beside it would break the line
     text = (PLUGINS / "good.py").read_text().replace('"1.0"', '"1[/i]"')
     (tmp_path / "mine.py").write_text(text.replace('SOURCE = "tests', 'SOURCE = "a[/b] [red] tests'))
     assert main(["backends", "--plugin", str(tmp_path / "mine.py")]) == 0
