@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from references.backend import NORMAL_VALUES
+
 MAX_ELEMENTS = 2**32
 """Largest tensor, in elements, that a case may ask for."""
 
@@ -114,18 +116,7 @@ STORED_SCALES = {
     "fp8_per_tensor": ("fp32",),
 }
 
-GEMM_VALUES = (
-    "normal",
-    "wide",
-    "codes",
-    "scale_ladder",
-    "cancellation",
-    "outliers",
-    "integer",
-    "single",
-    "zeros",
-    "subnormal",
-)
+GEMM_VALUES = (*NORMAL_VALUES, "subnormal")
 END_SCALES = {"mxfp8": ("end_scales",)}
 """Formats whose codes are fine enough for scales of 2^-127 and 2^127 without an overflow in any order."""
 GEMM_FORMATS = ("deepseek_fp8", "mxfp8", "w4a8", "w4a16", "nvfp4", "fp8_per_tensor", "bf16", "fp16")
