@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -11,8 +12,8 @@ from conformance.discover import UsageError, unknown
 from conformance.messages import Description
 from fuzz import plan as plans
 from fuzz.case import Case, CaseError
-from fuzz.extent import is_large
-from fuzz.grammar import GRAMMAR, Choice
+from fuzz.extent import extent, is_large
+from fuzz.grammar import GRAMMAR, Choice, Size
 from fuzz.real_shapes import real_cases
 from references.backend import Claim
 
@@ -26,6 +27,10 @@ proportion to its pace."""
 
 MOST_LARGE = 2
 """Cases that take long to draw, of those that are added for one backend: a layer of 256 experts takes seconds."""
+ROOM = (2**23, 2**20)
+"""Elements of matrices and output that a case bent to a claim has at most, where the claim lets it: with its first
+seed, and with others."""
+LAST_TO_SHRINK = ("groups", "experts")
 PASSED_OVER = 64
 """Such cases that are passed over in a row before the search for small ones ends."""
 
@@ -194,6 +199,8 @@ def _bent(pool: Sequence[Case], claims: Sequence[Claim], turns: int, known: set[
         for claim in claims:
             for number, case in enumerate(item for item in pool if item.variant == claim.variant):
                 bent = bend(case, claim, number, turn)
+                if bent is not None:
+                    bent = moderate(bent, claim, ROOM[turn > 1])
                 if bent is not None and bent not in known:
                     known.add(bent)
                     yield bent
@@ -227,3 +234,32 @@ def bend(case: Case, claim: Claim, number: int, turn: int) -> Case | None:
     except CaseError:
         return None
     return bent if claim.refusal(bent) is None else None
+
+
+def moderate(case: Case, claim: Claim, room: int) -> Case:
+    """A claimed case with its sizes halved, the largest first, until it is within ``room`` or nothing can be halved.
+
+    Multiples that a claim asks for raise sizes that were drawn small, so that others may be far too large beside them.
+    """
+    rule = GRAMMAR[case.operation][case.variant]
+    steps = {
+        key: math.lcm(claim.multiples.get(key, 1), domain.multiple)
+        for key, domain in rule.keys.items()
+        if isinstance(domain, Size) and key not in claim.where
+    }
+    while extent(case) > room:
+        order = sorted(steps, key=lambda key: (key in LAST_TO_SHRINK, -case.integer(key) // steps[key], key))
+        smaller = next(filter(None, (_halved(case, key, steps[key], claim) for key in order)), None)
+        if smaller is None:
+            break
+        case = smaller
+    return case
+
+
+def _halved(case: Case, key: str, step: int, claim: Claim) -> Case | None:
+    """The case with half of a size, where that is claimed and takes a tenth of its extent away at least."""
+    try:
+        found = case.replace(**{key: case.integer(key) // 2 // step * step})
+    except CaseError:
+        return None
+    return found if claim.refusal(found) is None and extent(found) <= 0.9 * extent(case) else None

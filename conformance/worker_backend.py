@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance import call_options, relations
+from conformance import call_options, relations, shared_inputs
 from conformance.messages import CallReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, flat, is_out_of_memory, one_line
@@ -50,7 +50,7 @@ class Callee:
         with suppress(Exception):
             self._inputs(case, ())
             if call_options.is_refilled(case) or {"stream", "graph"} & set(options):
-                self._drawn = (case.text, OPERATIONS[case.operation].inputs(call_options.sister(case)))
+                self._drawn = (case.text, shared_inputs.inputs(call_options.sister(case), "backend"))
 
     def call(self, text: str, name: str, options: Mapping[str, str], given: Sequence[Wire] = ()) -> Reply:
         """A ``CallReply`` as plain data and its outputs.
@@ -135,7 +135,7 @@ class Callee:
         if not given and self._kept is not None and self._kept[0] == case.text:
             return self._kept[1], self._kept[2]
         self._kept = None
-        inputs = explicit(case, given) if given else OPERATIONS[case.operation].inputs(case)
+        inputs = explicit(case, given) if given else shared_inputs.inputs(case, "backend")
         self._kept = ("" if given else case.text, sha256_of(inputs), inputs)
         return self._kept[1], inputs
 
@@ -151,7 +151,7 @@ class Callee:
         if self._drawn is not None and self._drawn[0] == case.text:
             return self._drawn[1]
         self._drawn = None
-        return OPERATIONS[case.operation].inputs(call_options.sister(case))
+        return shared_inputs.inputs(call_options.sister(case), "backend")
 
     def _others(
         self, case: Case, carried: Mapping[str, str], laid: Callable[[Tensor], Tensor]

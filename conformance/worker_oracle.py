@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from conformance import relations
+from conformance import relations, shared_inputs
 from conformance.messages import JudgeReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.operations.checks import canonical, check_outputs
@@ -89,7 +89,7 @@ class Oracle:
         if kept is not None:
             self._kept.move_to_end(case.text)
             return kept[0], kept[1]
-        inputs = OPERATIONS[case.operation].inputs(case)
+        inputs = shared_inputs.inputs(case, "oracle")
         digest = sha256_of(inputs)
         if self._device != "cpu":
             inputs = {name: move(tensor, self._device) for name, tensor in inputs.items()}

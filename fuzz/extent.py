@@ -1,4 +1,4 @@
-"""How much a case draws, from its text alone: what takes time before anything is called.
+"""How much a case draws and asks for, from its text alone: what takes time before and after anything is called.
 
 Only the standard library is imported.
 """
@@ -41,6 +41,26 @@ def elements(case: Case) -> int:
             tokens, experts = _sizes(case, "tokens", "experts")
             return tokens * experts
     return case.integer("n")
+
+
+def extent(case: Case) -> int:
+    """Elements of a case's matrices and of its output."""
+    return elements(case) + outputs(case)
+
+
+def outputs(case: Case) -> int:
+    """Elements of the output of a product or a layer; 0 for other operations, whose outputs are like their inputs."""
+    match case.operation:
+        case "moe":
+            tokens, hidden = _sizes(case, "tokens", "hidden")
+            return tokens * hidden
+        case "gemm":
+            m, n = _sizes(case, "m", "n")
+            return m * n
+        case "grouped_gemm":
+            groups, m, n = _sizes(case, "groups", "m", "n")
+            return (groups if case["grouping"] == "masked" else 1) * m * n
+    return 0
 
 
 def _sizes(case: Case, *keys: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from conformance.discover import UsageError
 from conformance.messages import Claimed, Description
 from conformance.target import Target
 from fuzz.case import Case
-from fuzz.extent import is_large
+from fuzz.extent import extent, is_large
 from fuzz.plan import draw_plan, write_plan
 from references.backend import Claim
 
@@ -153,6 +153,42 @@ def test_a_case_that_cannot_be_bent_is_left() -> None:
         "values=overflow seed=1"
     )
     assert planning.bend(case, claim("fp8_per_tensor", where={"scale": ("fp32",)}), 0, 1) is None
+
+
+GROUPED = (
+    "grouped_gemm bf16 v=1 grouping=masked groups=12 k=64 layout=plain m=128 n=1152 out=bf16 scale=none "
+    "values=integer seed=7"
+)
+
+
+def test_sizes_beside_a_raised_one_are_halved_the_largest_first_and_groups_last() -> None:
+    wanted = Claim(operation="grouped_gemm", variant="bf16", source="here", multiples={"m": 128, "n": 8, "k": 64})
+    whole = Case.parse(GROUPED)  # 12 * (128 * 1152 + 128 * 64 + 1152 * 64) = 2,752,512 elements
+    assert extent(whole) == 2_752_512
+    assert planning.moderate(whole, wanted, 2_752_512) == whole
+    half = planning.moderate(whole, wanted, 2_752_511)
+    assert half == whole.replace(n=576)  # 12 * (128 * 576 + 8192 + 576 * 64) = 1,425,408
+    quarter = planning.moderate(whole, wanted, 12 * 12_000)
+    assert quarter == whole.replace(n=16)  # 1152, 576, 288, 144, 72, 32, 16: whole eights
+    assert planning.moderate(whole, wanted, 1) == whole.replace(groups=1, n=8)  # m and k are the claim's least
+
+
+def test_a_size_that_takes_little_away_or_is_claimed_alone_is_kept() -> None:
+    text = (
+        "moe bf16 v=1 experts=64 gate=first hidden=256 ids=spread intermediate=256 limit=none out=bf16 scale=none "
+        "scaling=1 tokens=33 topk=2 values=normal weight=output seed=1"
+    )
+    layer = Case.parse(text)
+    wanted = Claim(
+        operation="moe",
+        variant="bf16",
+        source="here",
+        where={"hidden": ("256",)},
+        multiples={"intermediate": 128},
+        maxima={"tokens": 33},
+    )
+    assert planning.moderate(layer, wanted, 2**20) == layer.replace(intermediate=128, experts=8)
+    assert extent(layer.replace(intermediate=128, experts=8)) == 3 * 8 * 256 * 128 + 2 * 33 * 256
 
 
 @pytest.mark.parametrize(

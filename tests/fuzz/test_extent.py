@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from conformance.backends import torch_ops
 from conformance.operations import OPERATIONS
 from fuzz import moe_inputs
 from fuzz.case import Case
-from fuzz.extent import LARGE, elements, is_large
+from fuzz.extent import LARGE, elements, extent, is_large, outputs
 from fuzz.grammar import GRAMMAR
 from fuzz.plan import cornerstones
 
@@ -31,6 +32,18 @@ def test_it_counts_the_elements_that_are_drawn(operation):
         for case in list(cornerstones((operation, variant)))[:3]:
             inputs = OPERATIONS[operation].inputs(case)
             assert elements(case) == sum(inputs[name].numel() for name in MATRICES[operation]), case
+
+
+@pytest.mark.parametrize("operation", ["gemm", "grouped_gemm", "moe"])
+def test_it_counts_the_output_that_is_asked_for(operation):
+    backend = {backend.name: backend for backend in torch_ops.backends()}["torch"]
+    claims = [claim for claim in backend.claims("cpu") if claim.operation == operation]
+    for claim in claims:
+        cases = [case for case in cornerstones((operation, claim.variant)) if claim.refusal(case) is None]
+        for case in cases[:6] or pytest.fail(f"{claim} covers no cornerstone"):
+            out = backend.run(backend.prepare(case, OPERATIONS[operation].inputs(case), {}), {})
+            assert outputs(case) == out["output"].numel(), case
+            assert extent(case) == elements(case) + outputs(case)
 
 
 def test_a_layer_of_a_model_is_large_and_a_planned_case_is_not():
