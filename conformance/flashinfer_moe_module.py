@@ -62,7 +62,8 @@ KEPT = (
     "deepgemm_jit_setup.cu",
 )
 """Of FlashInfer's own CUDA sources; its C++ sources are all kept."""
-LIBRARIES = ("-lcudart", "-lcuda", "-lnvrtc")
+LIBRARIES = ("-lcudart", "-Wl,--no-as-needed", "-lcuda", "-Wl,--as-needed", "-lnvrtc")
+"""What is linked; libcuda is needed even where a stand-in without symbols takes its place."""
 STUB = """\
 #include "tensorrt_llm/common/tllmException.h"
 extern "C" [[noreturn]] void conformance_left_out() {

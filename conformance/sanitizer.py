@@ -26,7 +26,7 @@ _NOISE = ("ERROR SUMMARY", "Target application returned", "Process didn't termin
 
 
 def after_crashes(records: Iterable[Record], folder: Path, plugins: tuple[str, ...]) -> Iterator[str]:
-    """A line for each crash on a CUDA device that is looked at; nothing where the tool is not installed.
+    """A line for each unexplained crash on a CUDA device that is looked at; nothing where the tool is not installed.
 
     folder: of the run. plugins: those of the run.
     """
@@ -35,7 +35,7 @@ def after_crashes(records: Iterable[Record], folder: Path, plugins: tuple[str, .
         return
     chosen: dict[tuple[str, str, str], Record] = {}
     for record in records:
-        if record.verdict == "crash" and record.device.startswith("cuda"):
+        if record.verdict == "crash" and not record.ledger_id and record.device.startswith("cuda"):
             chosen.setdefault((record.backend, record.operation, record.variant), record)
     for record in list(chosen.values())[:MOST]:
         log = folder / FOLDER / f"{record.backend}-{record.id}.log"

@@ -56,9 +56,10 @@ def test_the_first_error_and_its_kernel_are_named(monkeypatch, tmp_path):
     assert words[words.index("--plugin") + 1] == "wild.py"
 
 
-def test_crashes_on_a_cpu_and_other_verdicts_are_left_alone(monkeypatch, tmp_path):
+def test_crashes_on_a_cpu_known_ones_and_other_verdicts_are_left_alone(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path)
-    assert not list(sanitizer.after_crashes([crash(device="cpu"), crash(verdict="wrong")], tmp_path, ()))
+    others = [crash(device="cpu"), crash(ledger_id="known"), crash(verdict="wrong")]
+    assert not list(sanitizer.after_crashes(others, tmp_path, ()))
 
 
 def test_without_the_tool_nothing_is_said(monkeypatch, tmp_path):
