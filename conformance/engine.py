@@ -22,6 +22,7 @@ from conformance.messages import CallReply, Claimed, JudgeReply
 from conformance.oracles import HarnessError, Oracles, one_line
 from conformance.process import WorkerFailed
 from conformance.progress import Progress
+from conformance.slots import Slots
 from conformance.target import BackendWorker, Dared, Target
 from conformance.verdicts import Replies, Subject
 from fuzz.case import Case
@@ -93,7 +94,7 @@ class Engine:
     ) -> None:
         self.run_id, self._targets, self._oracles, self.journal = run_id, targets, oracles, journal
         self.limits, self._progress = limits, bar
-        self.slots = BoundedSemaphore(limits.jobs)
+        self.slots = Slots(limits.jobs)
         self._backlog = BoundedSemaphore(4 * limits.jobs)  # answers that wait for the judge hold their outputs
         self._judges = ThreadPoolExecutor(limits.jobs, thread_name_prefix="judge")
         self._mutex = Lock()
@@ -267,6 +268,11 @@ class _Calls:
     before: int
     beyond: str = ""
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether that is how it ended."""
+        return (self.alone or self.replies)[-1].status == "oom"
+
 
 class _Driver:
     """Drives one worker through its part of the shares of a backend's targets on a device, one target after another.
@@ -320,7 +326,7 @@ class _Driver:
         elif self._deaths[group] >= verdicts.MAX_DEATHS:
             engine.settle(target, [verdicts.not_run(subject)])
         else:
-            with engine.slots:
+            with engine.slots.one():
                 if engine.stopping():
                     return
                 engine.calling()
@@ -331,6 +337,16 @@ class _Driver:
                 engine.judge_later(target, subject, claimed, replace(calls, beyond=reason))
 
     def _call(self, case: Case) -> _Calls:
+        calls = self._attempt(case)
+        shared = self._target.description.device != "cpu" and self._engine.limits.jobs > 1
+        if shared and calls.out_of_memory and not self._engine.stopping():
+            with self._engine.slots.alone():  # others may have had what was lacking
+                self.close()
+                self._before = 0
+                calls = self._attempt(case)
+        return calls
+
+    def _attempt(self, case: Case) -> _Calls:
         before = self._before
         replies = self._sequence(case)
         alone = self._sequence(case) if verdicts.died(replies) and not self._engine.interrupted else ()

@@ -10,8 +10,8 @@ import torch
 LIMIT = 400
 """Longest line, in characters."""
 
-_NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""What torch says in a plain RuntimeError when memory ran out."""
+_NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "RESOURCE_EXHAUSTED")
+"""What torch, and XLA, say in a plain RuntimeError when memory ran out."""
 
 
 class ReportedError(Exception):

@@ -1,5 +1,7 @@
 """The sizes of models in use: DeepSeek-V3, Llama 4 and Qwen3, from one token to 8192; an output past 2^31 elements.
 
+SqrtSoftplus is DeepSeek-V4's router: six of 384 experts.
+
 Only the standard library is imported.
 """
 
@@ -77,7 +79,7 @@ _SCALES = (
     {"n": 1 * 56},  # DeepSeek-V3: a token's block scales
     {"n": 8192 * 56},
     {"n": 4096 * 224},  # the same under MXFP8
-    {"n": 7168 * 64},
+    {"n": 5120 * 256},  # Llama 4: the weights of an expert
     {"n": 2**24},
 )
 _ROUTED = ({"tokens": 1}, {"tokens": 64}, {"tokens": 257}, {"tokens": 4096}, {"tokens": 8192})
@@ -85,6 +87,7 @@ _ROUTERS: Mapping[str, Sizes] = {
     "DeepSeekV3": {"experts": 256, "topk": 8, "groups": 8, "topk_group": 4},
     "GroupedTopK": {"experts": 256, "topk": 8, "groups": 8, "topk_group": 4},
     "Llama4": {"experts": 128, "topk": 1},
+    "SqrtSoftplus": {"experts": 384, "topk": 6},
 }
 _QWEN3: Sizes = {"experts": 128, "topk": 8}
 _SIZES: Mapping[str, tuple[Sizes, ...]] = {

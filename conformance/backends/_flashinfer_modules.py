@@ -66,12 +66,18 @@ def absent(cuda: bool) -> str | None:
 
 
 def prepare() -> None:
-    """What has to be said before FlashInfer is imported: no downloads, no chatter, an architecture without a device."""
+    """What has to be done before FlashInfer is imported: no downloads, no chatter, an architecture without a device.
+
+    Every process comes through here, those that only call as well.
+    """
     os.environ.setdefault("FLASHINFER_NO_DOWNLOAD", "1")
     os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
     if not torch.cuda.is_available():
         # FlashInfer asks for an architecture before it looks for a module; host functions need none.
         os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    # A module that was linked without libcuda finds its symbols here; a machine without a driver has neither.
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
 def attribute(module: str, name: str) -> Any | None:
@@ -102,9 +108,6 @@ def ready(name: str) -> bool:
         spec = specification(name)
         if spec is None or not spec.is_compiled:
             return False
-    # A module that was linked without libcuda finds its symbols here; a machine without a driver has neither.
-    with suppress(OSError):
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     return True
 
 

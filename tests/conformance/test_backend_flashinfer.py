@@ -118,3 +118,18 @@ def test_without_a_compiled_module_the_reason_names_the_command(monkeypatch, tmp
     prebuilt.mkdir(parents=True)
     (prebuilt / "quantization.so").write_bytes(b"")
     assert modules.absent(cuda=False) is None
+
+
+def test_every_process_that_asks_for_flashinfer_has_libcuda_s_symbols(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(modules.ctypes, "CDLL", lambda name, mode: loaded.append((name, mode)))
+    assert modules.attribute("conformance.backends.no_such_module", "f") is None
+    assert loaded == [("libcuda.so.1", modules.ctypes.RTLD_GLOBAL)]
+
+
+def test_without_a_driver_there_is_no_libcuda_and_nothing_is_said(monkeypatch):
+    def missing(name, mode):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(modules.ctypes, "CDLL", missing)
+    assert modules.attribute("json", "dumps") is not None

@@ -263,6 +263,53 @@ def test_identical_answers_are_judged_once(tmp_path: Path) -> None:
     assert sorted(oracle.judged) == sorted([case.text for case in PLAN] * 2)
 
 
+@pytest.mark.parametrize(("device", "verdict"), [("cuda:0", "pass"), ("cpu", "oom")])
+def test_a_call_that_lacks_a_shared_device_s_memory_is_made_again_alone(
+    device: str, verdict: str, tmp_path: Path
+) -> None:
+    flying: set[str] = set()
+    company: list[set[str]] = []
+    both = threading.Barrier(2)
+
+    def busy(case: Case, poison: str, before: int) -> CallReply:
+        flying.add(case.text)
+        if (case, poison) == (PLAN[0], "nan"):
+            both.wait(10)
+            time.sleep(0.2)  # the other one asks for memory meanwhile
+        flying.discard(case.text)
+        return right(case, poison, before)
+
+    tried: list[str] = []
+
+    def greedy(case: Case, poison: str, before: int) -> CallReply:
+        tried.append(case.text)
+        if len(tried) == 1:
+            both.wait(10)
+            return CallReply(status="oom", message="CUDA out of memory")
+        company.append(set(flying))
+        return right(case, poison, before)
+
+    targets = [target("busy", busy), target("greedy", greedy, most=1)]
+    targets = [replace(item, description=replace(item.description, device=device)) for item in targets]
+    records, result = execute(tmp_path, targets, jobs=2)
+    assert result.complete
+    assert {record.verdict for record in records if record.backend == "busy"} == {"pass"}
+    found = [record.verdict for record in records if record.backend == "greedy" and record.case == tried[0]]
+    assert found == [verdict]
+    if verdict == "pass":
+        assert not company[0]
+
+
+def test_memory_that_is_lacking_alone_as_well_is_lacking(tmp_path: Path) -> None:
+    def greedy(case: Case, poison: str, before: int) -> CallReply:
+        return CallReply(status="oom", message="CUDA out of memory")
+
+    one, other = target("one", greedy), target("other", greedy)
+    targets = [replace(item, description=replace(item.description, device="cuda:0")) for item in (one, other)]
+    records, result = execute(tmp_path, targets, jobs=3)
+    assert (result.complete, verdict_counts(records)) == (True, {"oom": 16})
+
+
 def test_inputs_that_differ_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="the inputs differ between the worker"):
         execute(tmp_path, [target("a")], oracle=lambda: FakeOracle(lambda case: "0"))

@@ -21,7 +21,12 @@ def full(error):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory\nmore")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory\nmore"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4GiB"),
+    ],
 )
 def test_the_cpu_judges_where_the_device_is_full(monkeypatch, error):
     expected = Oracle("cpu").judge(CASE, {"source": "test"}, WIRES)

@@ -147,6 +147,16 @@ def test_without_run_to_run_the_share_of_equal_elements_is_reported() -> None:
     assert (record.verdict, record.bit_equal) == ("pass", 0.75)
 
 
+def test_without_run_to_run_answers_that_seem_to_follow_the_poison_may_do_so_by_chance() -> None:
+    """Sums by atomics have few outcomes: five calls fall in this pattern now and then. NaN shows all the same."""
+    replies = (ok(), ok(OTHER), ok(), ok(), ok(OTHER))
+    (record,) = decide(SUBJECT, replies, [answer()] * len(to_judge(replies)), run_to_run=False)
+    assert (record.verdict, record.bit_equal) == ("pass", 0.75)
+    assert record.message == "identical calls agree on 0.75 of the elements"
+    (record,) = decide(SUBJECT, replies, [answer("wrong", "nan"), answer()], run_to_run=False)
+    assert record.verdict == "wrong"
+
+
 @pytest.mark.parametrize("run_to_run", [True, False])
 def test_every_distinct_answer_must_be_admissible(run_to_run: bool) -> None:
     replies = (ok(), ok(b"\1\2\3\5"), ok(b"\1\2\3\6"))
