@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ class Book(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """jobs: workers that run at a time. workers: those among which each backend's cases on a device are divided.
+    """jobs: workers that run at a time. workers: the most that each backend has on a device, by its share of the calls.
 
     deadline, judge_deadline: seconds for one call. budget: seconds for the run.
     """
@@ -54,6 +54,8 @@ class Limits:
     fail_fast: bool = False
 
 
+AHEAD = 4
+"""Workers beside the jobs that run at a time: a backend that has all calls to itself gets four for each."""
 MOST_UNJUDGED = 3
 """Calls on which the harness may fail before it takes itself to be broken and the run ends."""
 
@@ -154,17 +156,19 @@ class Engine:
         )
 
     def _drivers(self, shares: Sequence[Sequence[Case]], done: frozenset[Key]) -> list[_Driver]:
-        """``Limits.workers`` for each backend on a device, each with every so manieth of its targets' cases."""
+        """For each backend on a device as many workers as its share of the calls asks for, with one queue."""
         work: dict[tuple[str, str], list[tuple[Target, Sequence[Case], Dared]]] = {}
         for target, share in zip(self._targets, shares, strict=True):
             name = target.description.backend, target.description.device
             work.setdefault(name, []).append((target, share, target.dared(share)))
+        sizes = {name: sum(len(share) for _, share, _ in targets) for name, targets in work.items()}
         drivers = []
-        for targets in work.values():
+        for name, targets in work.items():
             deaths: Counter[tuple[str, str]] = Counter()
-            for turn in range(min(self.limits.workers, max(len(share) for _, share, _ in targets))):
-                mine = [(target, share[turn :: self.limits.workers], dared) for target, share, dared in targets]
-                drivers.append(_Driver(self, mine, done, deaths))
+            queue = _Queue((target, dared, case) for target, share, dared in targets for case in share)
+            wanted = math.ceil(AHEAD * self.limits.jobs * sizes[name] / max(1, sum(sizes.values())))
+            for _ in range(min(self.limits.workers, wanted, max(1, sizes[name]))):
+                drivers.append(_Driver(self, queue, done, deaths))
         return drivers
 
     def stop(self, why: str) -> None:
@@ -274,33 +278,42 @@ class _Calls:
         return (self.alone or self.replies)[-1].status == "oom"
 
 
+class _Queue:
+    """The calls to make of a backend on a device, one target after another; each is given to one worker."""
+
+    def __init__(self, items: Iterator[tuple[Target, Dared, Case]]) -> None:
+        self._items, self._mutex = items, Lock()
+
+    def __iter__(self) -> Iterator[tuple[Target, Dared, Case]]:
+        """Until there are none."""
+        while True:
+            with self._mutex:
+                item = next(self._items, None)
+            if item is None:
+                return
+            yield item
+
+
 class _Driver:
-    """Drives one worker through its part of the shares of a backend's targets on a device, one target after another.
+    """Drives one worker through what it gets from the queue of a backend on a device.
 
     deaths: of all of the backend's workers on the device.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        work: Sequence[tuple[Target, Sequence[Case], Dared]],
-        done: frozenset[Key],
-        deaths: Counter[tuple[str, str]],
-    ) -> None:
-        self._engine, self._work, self._done, self._deaths = engine, work, done, deaths
-        self._target, _, self._dared = work[0]
+    def __init__(self, engine: Engine, queue: _Queue, done: frozenset[Key], deaths: Counter[tuple[str, str]]) -> None:
+        self._engine, self._queue, self._done, self._deaths = engine, queue, done, deaths
+        self._target: Target
+        self._dared: Dared
         self._worker: BackendWorker | None = None
         self._before = 0
 
     def drive(self) -> None:
         """Settle one case after the other until the engine stops."""
         try:
-            for target, share, dared in self._work:
-                self._target, self._dared = target, dared
-                for case in share:
-                    if self._engine.stopping():
-                        return
-                    self._case(case)
+            for self._target, self._dared, case in self._queue:
+                if self._engine.stopping():
+                    return
+                self._case(case)
         finally:
             self.close()
 

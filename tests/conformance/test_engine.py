@@ -157,18 +157,37 @@ def test_neither_jobs_nor_order_changes_the_records(tmp_path: Path) -> None:
     assert {record.to_line() for record in backwards} == {line for line in seen[0] if '"backend":"c"' not in line}
 
 
-def test_several_workers_share_the_cases_of_a_backend_and_record_the_same(tmp_path: Path) -> None:
-    def moody(case: Case, poison: str, before: int) -> CallReply:
+def together(count: int) -> Behaviour:
+    """Right answers, of which the first ones wait for each other: so many workers must be calling at a time."""
+    barrier, first = threading.Barrier(count), set[int]()
+
+    def behaviour(case: Case, poison: str, before: int) -> CallReply:
+        if threading.get_ident() not in first:
+            first.add(threading.get_ident())
+            barrier.wait(30)
         return wrong(case, poison, before) if case.seed == 1 else right(case, poison, before)
 
+    return behaviour
+
+
+def test_several_workers_share_the_cases_of_a_backend_and_record_the_same(tmp_path: Path) -> None:
     seen = []
     for workers, started in ((1, 1), (3, 3), (100, len(PLAN))):
         FakeWorker.started = 0
-        records, result = execute(tmp_path, [target("a", moody)], jobs=4, workers=workers)
+        records, result = execute(tmp_path, [target("a", together(started))], jobs=8, workers=workers)
         assert FakeWorker.started == started
         assert (result.planned, result.settled) == (len(PLAN), len(PLAN))
         seen.append(sorted(record.to_line() for record in records))
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_backend_has_workers_by_its_share_of_the_calls(tmp_path: Path) -> None:
+    plan = [PLAN[0].replace(seed=seed) for seed in range(2, 34)]
+    FakeWorker.started = 0
+    targets = [target("many", together(4)), target("few", together(2), most=2)]
+    records, result = execute(tmp_path, targets, plan, jobs=8, workers=4)
+    assert (result.complete, len(records)) == (True, 34)
+    assert FakeWorker.started == 4 + 2  # 4 x 8 jobs by 32 of 34 calls, of which 4 are allowed, and by 2 of 34
 
 
 def test_deaths_count_for_all_workers_of_a_backend(tmp_path: Path) -> None:
