@@ -105,7 +105,9 @@ def run(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Seed of the plan.")] = SEED,
     budget: Annotated[str | None, typer.Option(metavar="DURATION", help="Stop after this time, such as 60s.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers at a time; all CPUs if absent.")] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="The most workers that a backend has on a device, by its share of the calls.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Most workers of a backend, by its share of the calls.")
+    ] = 1,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")] = Path("out/conformance"),
     plugin: Plugins = None,
     ledger: LedgerFile = ledgers.DEFAULT,

@@ -310,7 +310,8 @@ class _Driver:
     def drive(self) -> None:
         """Settle one case after the other until the engine stops."""
         try:
-            for self._target, self._dared, case in self._queue:
+            for target, dared, case in self._queue:
+                self._target, self._dared = target, dared
                 if self._engine.stopping():
                     return
                 self._case(case)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance import corpus, failures, journal, planning, sanitizer, shared_inputs, sweeps
+from conformance import corpus, failures, inputs_folder, journal, planning, sanitizer, sweeps
 from conformance.discover import UsageError
 from conformance.engine import Engine, RunResult
 from conformance.journal import Journal, OutDirectory
@@ -38,7 +38,7 @@ def run(settings: Settings, ledger: Ledger, console: Console) -> int:
     logs = settings.out / journal.LOGS
     fleet = Fleet(settings.plugins, logs, settings.memory_limit, judge_device=settings.judge)
     try:
-        with shared_inputs.shared():
+        with inputs_folder.shared():
             plan, targets, survey = prepare(settings, asked, ledger, fleet)
             targets = [*targets, *sweeps.swept_targets(targets, settings.sweep)]
             return Run(settings, plan, targets, survey, out, console).execute(fleet.oracle)

@@ -13,42 +13,26 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from conformance.inputs_folder import FOLDER
 from conformance.operations import OPERATIONS
 from fuzz.anatomy import laid_out, problem
 from fuzz.case import Case
 from fuzz.extent import elements
 
-FOLDER = "CONFORMANCE_SHARED_INPUTS"
-"""The environment variable that names the folder."""
 SHARED = 2**22
 """Elements of the least case that is written."""
 MOST_BYTES = 2**34
 """Bytes that are kept in the folder, a quarter of the free disk at most; the oldest go first."""
 INDEX = "index.json"
 POLL = 0.02
-
-
-@contextmanager
-def shared() -> Iterator[None]:
-    """Let the processes that are started within share what they draw."""
-    with tempfile.TemporaryDirectory(prefix="conformance-inputs-", ignore_cleanup_errors=True) as folder:
-        before = os.environ.get(FOLDER)
-        os.environ[FOLDER] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(FOLDER)
-            if before is not None:
-                os.environ[FOLDER] = before
 
 
 def inputs(case: Case, side: str) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance import shared_inputs
+from conformance import inputs_folder, shared_inputs
 from conformance.operations import OPERATIONS
 from fuzz.case import Case
 from fuzz.hashing import sha256_of
@@ -34,9 +34,9 @@ CASE = Case.parse(TEXTS[0])
 @pytest.fixture(autouse=True)
 def everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(shared_inputs, "SHARED", 0)
-    with shared_inputs.shared():
-        yield Path(os.environ[shared_inputs.FOLDER])
-    assert shared_inputs.FOLDER not in os.environ
+    with inputs_folder.shared():
+        yield Path(os.environ[inputs_folder.FOLDER])
+    assert inputs_folder.FOLDER not in os.environ
 
 
 def refuse(case: Case) -> dict[str, Tensor]:
@@ -155,12 +155,12 @@ def test_the_oldest_go_first_where_room_is_short(everything_is_shared: Path, mon
 
 
 def test_small_cases_and_other_commands_draw_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(os.environ[shared_inputs.FOLDER])
+    folder = Path(os.environ[inputs_folder.FOLDER])
     monkeypatch.setattr(shared_inputs, "SHARED", 10**9)
     shared_inputs.inputs(CASE, "backend")
     assert not list(folder.iterdir())
     monkeypatch.setattr(shared_inputs, "SHARED", 0)
-    monkeypatch.delenv(shared_inputs.FOLDER)
+    monkeypatch.delenv(inputs_folder.FOLDER)
     shared_inputs.inputs(CASE, "backend")
     assert not list(folder.iterdir())
-    monkeypatch.setenv(shared_inputs.FOLDER, str(folder))
+    monkeypatch.setenv(inputs_folder.FOLDER, str(folder))
