@@ -2,7 +2,8 @@
 
 Read in SGLang 0.5.23 (``moe_runner/triton_utils/fused_moe.py``, ``kernels/ops/moe/fused_moe_triton_kernels.py``): FC1
 and silu(gate) * up are stored as BF16; activations are quantised by the JIT kernels; FC2 is multiplied by the router
-weight in FP32 and stored as BF16; experts are added in FP32, but two of them in BF16. A block of K joins as
+weight in FP32 and stored as BF16; experts are added in FP32, but two of them in BF16. Silu is x / (1 + expf(-x)) under
+``--use_fast_math``: ex2.approx(x * log2 e) and div.approx. A block of K joins as
 ``accumulator += tl.dot(a, b) * (a_scale[:, None] * b_scale)``. Activation scales are continuous, whatever scales the
 weights have: there is no argument that asks for powers of two. Ids of all ranks become those of one in the dispatcher
 before it (``token_dispatcher/standard.py``), where -1 stays -1.
@@ -20,8 +21,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from conformance.backends import _fused_experts
 from conformance.backends import _sglang_dispatcher as dispatcher
 from conformance.backends import _sglang_quant as quant
+from conformance.backends._fused_experts import BLOCK
 from conformance.backends._sglang_gemm import fp32_scales, grouped_scales
 from conformance.backends._sglang_modules import MOE, RUNNER, library
 from references.backend import Claim, Unsupported
@@ -29,7 +32,6 @@ from references.recipes import Recipe
 
 LAYER = "sglang/srt/layers/moe/moe_runner/triton_utils/fused_moe.py: fused_experts"
 KERNEL = "sglang/kernels/ops/moe/fused_moe_triton_kernels.py: fused_moe_kernel"
-BLOCK = 128
 TILES = {
     "BLOCK_SIZE_M": 64,
     "BLOCK_SIZE_N": BLOCK,
@@ -48,9 +50,6 @@ TACTICS = {
 CONFIGURATIONS = "try_get_optimal_moe_config"
 STREAMS: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",)}
 SWEPT: Mapping[str, tuple[str, ...]] = {**STREAMS, "tactic": tuple(TACTICS)}
-SILU_DIVISION = 2.0**-22
-EXP_SLOPE = 1.25 * 2.0**-23
-"""x / (1 + expf(-x)) under ``--use_fast_math``: ex2.approx(x * log2 e) and div.approx."""
 OUTPUTS = {"fp32": tl.float32, "bf16": tl.bfloat16}
 
 Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -84,32 +83,11 @@ def recipe(claim: Claim) -> Recipe:
     """As read in the source; see the module."""
     if claim.operation == "grouped_gemm":
         return Recipe(source=claim.source, accumulator="hopper_fp8", scale_combination="fma_dot_sasb")
-    stored: dict[str, Any] = {
-        "fc1_dtype": "bf16",
-        "activation_dtype": "bf16",
-        "weighted_dtype": "bf16",
-        "exp_slope": EXP_SLOPE,
-        "division_error": SILU_DIVISION,
-    }
-    match claim.variant:
-        case "bf16":
-            return Recipe(source=claim.source, **stored)
-        case "fp8_per_tensor":
-            return Recipe(
-                source=claim.source,
-                accumulator="hopper_fp8",
-                promotion="none",
-                payload_arithmetic="reciprocal",
-                **stored,
-            )
-    return Recipe(
-        source=claim.source,
-        accumulator="hopper_fp8",
+    return _fused_experts.recipe(
+        claim,
+        static={"payload_arithmetic": "reciprocal"},
         amax_floor=quant.AMAX_FLOOR,
-        scale_arithmetic="reciprocal",
-        payload_arithmetic="approximate",
         payload_error=quant.AMAX_ERROR,
-        **stored,
     )
 
 
@@ -156,23 +134,8 @@ def _layer(case: Any, inputs: Mapping[str, Tensor]) -> Call:
         num_experts=experts + (case["ids"] == "elsewhere") if mapping is None else len(mapping),
         num_local_experts=experts,
     )
-    weights = [inputs["w1"], inputs["w2"]]
-    arguments: dict[str, Any] = {"moe_runner_config": config}
-    match case.variant:
-        case "deepseek_fp8":
-            arguments["block_shape"] = [BLOCK, BLOCK]
-        case "fp8_per_tensor":
-            arguments |= {"a1_scale": inputs["x_scale"], "a2_scale": inputs["h_scale"]}
-        case "bf16":
-            pass
-        case _:
-            raise Unsupported(f"no moe {case.variant}")
-    if case.variant != "bf16":
-        weights = [weight.view(torch.float8_e4m3fn) for weight in weights]
-        arguments["use_fp8_w8a8"] = True
-        for name in ("w1", "w2"):
-            scales = fp32_scales(inputs[f"{name}_scales"])
-            arguments[f"{name}_scale"] = scales if case.variant == "deepseek_fp8" else scales.reshape(-1)
+    weights, arguments = _fused_experts.weights(case, inputs)
+    arguments["moe_runner_config"] = config
 
     def call(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
         local = ids if to_local is None or mapping is None else to_local(ids, mapping)

@@ -8,7 +8,8 @@ Read in vLLM 0.33, ``model_executor/layers/fused_moe``:
 - activations are quantised by ``per_token_group_quant_fp8`` (see `_vllm_quant`), under powers of two where vLLM's
   configuration says so (``VLLM_USE_DEEP_GEMM_E8M0`` with DeepGEMM at hand), as a case's policy asks here.
 - silu is computed by ``_swiglu_limit_pad_aware_kernel``, vLLM's Triton kernel for layers with a clamp, since its other
-  one is compiled; sorting and the last sum are torch (`_vllm_ops`).
+  one is compiled; sorting and the last sum are torch (`_vllm_ops`). ``gate / (1 + tl.exp(-gate))`` is ex2.approx(x *
+  log2 e), and div.full of 2 ulp (PTX ISA).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from conformance.backends import _fused_experts
 from conformance.backends import _vllm_quant as quant
-from conformance.backends._sglang_gemm import fp32_scales
+from conformance.backends._fused_experts import BLOCK
 from conformance.backends._vllm_modules import FUSED_MOE, MOE_UTILS, QUANT, library
 from references.backend import Claim, Unsupported
 from references.recipes import Recipe
 
 LAYER = "vllm/model_executor/layers/fused_moe/fused_moe.py: fused_experts_impl"
-BLOCK = 128
 TACTICS = {
     "16x64": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 1, "num_stages": 4},
     "64x64": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 32, "num_stages": 3},
@@ -36,9 +37,6 @@ TACTICS = {
 }
 """Tiles of the tuned configurations that vLLM ships for an H200."""
 SWEPT: Mapping[str, tuple[str, ...]] = {"stream": ("side",), "graph": ("replay",), "tactic": tuple(TACTICS)}
-SILU_DIVISION = 2.0**-22
-EXP_SLOPE = 1.25 * 2.0**-23
-"""``gate / (1 + tl.exp(-gate))``: ex2.approx(x * log2 e), and div.full of 2 ulp (PTX ISA)."""
 
 Call = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -60,51 +58,19 @@ def claims(major: int) -> Iterable[Claim]:
 
 def recipe(claim: Claim) -> Recipe:
     """As read in the source; see the module."""
-    stored: dict[str, Any] = {
-        "fc1_dtype": "bf16",
-        "activation_dtype": "bf16",
-        "weighted_dtype": "bf16",
-        "exp_slope": EXP_SLOPE,
-        "division_error": SILU_DIVISION,
-    }
-    match claim.variant:
-        case "bf16":
-            return Recipe(source=claim.source, **stored)
-        case "fp8_per_tensor":
-            return Recipe(source=claim.source, accumulator="hopper_fp8", promotion="none", **stored)
-    return Recipe(
-        source=claim.source,
-        accumulator="hopper_fp8",
-        amax_floor=quant.AMAX_FLOOR,
-        scale_arithmetic="reciprocal",
-        payload_arithmetic="approximate",
-        payload_error=quant.FULL,
-        **stored,
-    )
+    return _fused_experts.recipe(claim, static={}, amax_floor=quant.AMAX_FLOOR, payload_error=quant.FULL)
 
 
 def prepare(case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Call:
     """The library's call, bound to its inputs. Raises `Unsupported`."""
     if case["out"] != "bf16" or case["gate"] != "first" or case["scaling"] != "1":
         raise Unsupported("BF16, gate first, no scaling factor")
-    if case.variant not in ("deepseek_fp8", "fp8_per_tensor", "bf16"):
-        raise Unsupported(f"no moe {case.variant}")
     run = library().function("fused_experts_impl", FUSED_MOE)
     ids, expert_map = routed(case, inputs)
-    weights = [inputs["w1"], inputs["w2"]]
-    arguments: dict[str, Any] = {"apply_router_weight_on_input": case["weight"] == "input"}
+    weights, arguments = _fused_experts.weights(case, inputs)
+    arguments["apply_router_weight_on_input"] = case["weight"] == "input"
     if expert_map is not None:
         arguments |= {"expert_map": expert_map, "global_num_experts": len(expert_map)}
-    if case.variant != "bf16":
-        weights = [weight.view(torch.float8_e4m3fn) for weight in weights]
-        arguments["use_fp8_w8a8"] = True
-        for name in ("w1", "w2"):
-            scales = fp32_scales(inputs[f"{name}_scales"])
-            arguments[f"{name}_scale"] = scales if case.variant == "deepseek_fp8" else scales.reshape(-1)
-    if case.variant == "deepseek_fp8":
-        arguments["block_shape"] = [BLOCK, BLOCK]
-    if case.variant == "fp8_per_tensor":
-        arguments |= {"a1_scale": inputs["x_scale"], "a2_scale": inputs["h_scale"]}
     limit = 0.0 if case["limit"] == "none" else float(case["limit"])
     powers, tactic = case["scale"] == "ceil", options.get("tactic")
 
