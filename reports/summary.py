@@ -174,7 +174,7 @@ def stop_line(summary: Summary) -> str:
     pairs = summary.run.get("pairs")
     if isinstance(pairs, Mapping) and isinstance(pairs.get("planned"), int) and isinstance(pairs.get("settled"), int):
         far = f"{text.count(pairs['settled'])} of {text.count(pairs['planned'])} (case, backend) pairs were settled"
-    elif summary.planned is not None:
+    elif summary.planned is not None and summary.reached <= summary.planned:  # witnesses are in no plan
         far = f"{text.count(summary.reached)} of {text.plural(summary.planned, 'planned case')} were reached"
     else:
         far = f"{text.plural(summary.reached, 'case')} were reached"

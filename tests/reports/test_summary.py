@@ -181,6 +181,16 @@ def test_headline_of_a_conformant_run(make):
     assert headline([make()], {})[0] == "CONFORMANT: no unexplained failure in 1 call"
 
 
+@pytest.mark.parametrize(
+    ("planned", "said"), [(3, "2 of 3 planned cases were reached"), (1, "2 cases were reached")]
+)  # ledger witnesses are in no plan
+def test_headline_of_a_run_that_the_harness_ended(make, planned, said):
+    first = make()
+    run = {"complete": False, "plan": {"cases": planned}}
+    second = make(case=first.case.replace("seed=", "seed=1"))
+    assert any(said in line for line in headline([first, second], run))
+
+
 def test_headline_of_a_run_that_stopped(make):
     run = {"complete": False, "stopped": "budget", "pairs": {"planned": 2000, "settled": 1}}
     first, second, *_ = headline([make()], run)
