@@ -75,7 +75,7 @@ def compare(settings: Settings, ledger: Ledger, console: Console) -> int:
     if settings.fail_on not in FAIL_ON:
         raise UsageError(f"--fail-on {settings.fail_on!r} is none of {', '.join(FAIL_ON)}")
     asked = set(planning.groups(settings.operations, settings.formats))
-    both = [sides.parse(text, settings.options) for text in (settings.base, settings.head)]
+    both = sides.both(settings.base, settings.head, settings.options)
     finished = _answered(both, settings, ledger, asked, console)
     try:
         found = comparison.compare(_side(finished[0], asked), _side(finished[1], asked), _gates(both, settings))

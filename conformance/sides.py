@@ -65,6 +65,13 @@ class Options:
     dependencies: bool = True
 
 
+def both(base: str, head: str, options: Options) -> list[Side]:
+    """The two sides; what has to be installed comes last, when the other is known to be one. Raises `UsageError`."""
+    order = sorted({base, head}, key=lambda text: (Release.parse(text) is not None, text != base))
+    found = {text: parse(text, options) for text in order}
+    return [found[base], found[head]]
+
+
 def parse(text: str, options: Options) -> Side:
     """The side that a text names; a package is installed and a revision is checked out for it. Raises `UsageError`.
 

@@ -124,6 +124,21 @@ def test_sides_that_are_none(text, message, tmp_path, monkeypatch, capsys):
     assert message in lines[0]
 
 
+def test_nothing_is_installed_for_a_comparison_with_nothing(monkeypatch):
+    def install(release, folder, dependencies):
+        raise AssertionError(f"installed: {release}")
+
+    monkeypatch.setattr(sides.environments, "create", install)
+    for base, head in (("torch==2.13.0", "/no/such/run"), ("/no/such/run", "torch==2.13.0")):
+        with pytest.raises(UsageError, match="no such file or directory"):
+            sides.both(base, head, Options())
+
+
+def test_both_sides_keep_their_places():
+    assert [side.label for side in sides.both("triton", "torch", Options())] == ["triton", "torch"]
+    assert [side.label for side in sides.both("torch", "torch", Options())] == ["torch", "torch"]
+
+
 def test_other_bad_input(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments in (["torch", "torch", "--fail-on", "luck"], ["torch"], ["torch", "torch", "--operation", "luck"]):
