@@ -2,7 +2,8 @@
 
 Each NAME is a backend's library, or ``NAME==VERSION``; an environment with it is made over this interpreter from the
 package index that pip is configured for, and its line goes into ``[environments]`` of ``conformance.toml``, so that all
-of them meet in one run. A library whose kernels run without its dependencies is installed without them.
+of them meet in one run. A library whose kernels run without its dependencies is installed without them, but for the few
+that they import.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ _NEXT = re.compile(r"^\s*\[", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Library:
-    """What to install for a backend. dependencies: also what the distribution asks for."""
+    """What to install for a backend.
+
+    dependencies: also what the distribution asks for. beside: what the kernels import of it where it is not.
+    """
 
     distribution: str
     dependencies: bool
+    beside: tuple[str, ...] = ()
 
 
 LIBRARIES: Mapping[str, Library] = {
     "deep_gemm": Library("sgl-deep-gemm", True),
     "flashinfer": Library("flashinfer-python", True),
     "jax": Library("jax", True),
-    "sglang": Library("sglang", False),
+    "sglang": Library("sglang", False, ("msgspec", "apache-tvm-ffi")),
     "torchao": Library("torchao", False),
     "vllm": Library("vllm", False),
 }
@@ -52,7 +57,7 @@ def make(words: Sequence[str], config: Path = Path(CONFIG), folder: Path = envir
             if not known:
                 raise UsageError(f"there is no release of {library.distribution}")
             release = Release(library.distribution, known[-1])
-        made[name] = environments.create(release, folder, dependencies=library.dependencies)
+        made[name] = environments.create(release, folder, dependencies=library.dependencies, beside=library.beside)
     try:
         config.write_text(
             entered(config.read_text(encoding="utf-8") if config.exists() else "", made), encoding="utf-8"

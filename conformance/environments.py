@@ -58,13 +58,20 @@ class Release:
         return f"{self.name}=={self.version}"
 
 
-def create(release: Release, folder: Path = FOLDER, *, python: str = sys.executable, dependencies: bool = True) -> str:
+def create(
+    release: Release,
+    folder: Path = FOLDER,
+    *,
+    python: str = sys.executable,
+    dependencies: bool = True,
+    beside: Sequence[str] = (),
+) -> str:
     """The interpreter of an environment with this release, made if it is not there yet. Raises `UsageError`.
 
     folder: of all environments. python: the interpreter that it lies over. dependencies: install what the release asks
-    for and ``python`` lacks.
+    for and ``python`` lacks. beside: distributions to install as well, with what they ask for.
     """
-    place = folder.absolute() / f"{release.name}-{release.version}-{_tag(python, dependencies)}"
+    place = folder.absolute() / f"{release.name}-{release.version}-{_tag(python, dependencies, beside)}"
     own = str(place / "bin" / "python")
     if (place / STAMP).is_file():
         return own
@@ -72,12 +79,19 @@ def create(release: Release, folder: Path = FOLDER, *, python: str = sys.executa
         lay_over(place, python, own)
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror or error}") from None
-    command = ["--python", own, "install", "--quiet", "--no-input", *["--no-deps"] * (not dependencies), str(release)]
-    _pip(python, command, f"cannot install {release}", INSTALL_DEADLINE)
+    install = ["--python", own, "install", "--quiet", "--no-input"]
+    _pip(
+        python,
+        [*install, *["--no-deps"] * (not dependencies), str(release)],
+        f"cannot install {release}",
+        INSTALL_DEADLINE,
+    )
+    if beside:
+        _pip(python, [*install, *beside], f"cannot install {' '.join(beside)}", INSTALL_DEADLINE)
     found = _run([own, "-I", "-c", _VERSION, release.name], f"{release} is not in {place} after its installation")
     if Version(found.strip()) != release.version:
         raise UsageError(f"pip installed {release.name} {found.strip()}, not {release.version}")
-    stamp = {"release": str(release), "python": python, "dependencies": dependencies}
+    stamp = {"release": str(release), "python": python, "dependencies": dependencies, "beside": list(beside)}
     (place / STAMP).write_text(json.dumps(stamp, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return own
 
@@ -114,9 +128,9 @@ def _newest(versions: Sequence[Version]) -> str:
     return ", ".join(map(str, versions[:-6:-1])) or "none"
 
 
-def _tag(python: str, dependencies: bool) -> str:
+def _tag(python: str, dependencies: bool, beside: Sequence[str]) -> str:
     """Tells environments of one release apart: by the interpreter below, and by what was installed."""
-    text = f"{Path(python).absolute()}\n{Path(python).resolve()}\n{dependencies}"
+    text = "\n".join((str(Path(python).absolute()), str(Path(python).resolve()), str(dependencies), *beside))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

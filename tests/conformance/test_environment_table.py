@@ -13,8 +13,8 @@ from conformance.environments import Release
 def created(monkeypatch):
     calls = []
 
-    def create(release, folder, *, dependencies):
-        calls.append((str(release), dependencies))
+    def create(release, folder, *, dependencies, beside):
+        calls.append((str(release), dependencies, *beside))
         return f"/environments/{release.name}/bin/python"
 
     monkeypatch.setattr(table.environments, "create", create)
@@ -25,7 +25,7 @@ def created(monkeypatch):
 def test_names_and_releases_become_interpreters_in_one_table(created, tmp_path):
     config = tmp_path / "conformance.toml"
     table.make(["sglang", "flashinfer==0.7.2.post1"], config)
-    assert created == [("sglang==1.5", False), ("flashinfer-python==0.7.2.post1", True)]
+    assert created == [("sglang==1.5", False, "msgspec", "apache-tvm-ffi"), ("flashinfer-python==0.7.2.post1", True)]
     table.make(["sgl-deep-gemm"], config)
     assert tomllib.loads(config.read_text())["environments"] == {
         "sglang": "/environments/sglang/bin/python",

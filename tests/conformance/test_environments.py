@@ -89,6 +89,17 @@ def test_what_cannot_be_installed_is_said_in_one_line_and_leaves_no_environment(
     assert said_by(python, "import needy") == ""
 
 
+def test_what_stands_beside_a_release_is_installed_with_its_dependencies(pip, tmp_path, index):
+    tiny_wheels.write_wheel(index, "companion", "1.0", {"companion.py": ""}, requires=("tiny-quant==1.0",))
+    python = environments.create(
+        Release.parse("needy==1.0"), tmp_path, dependencies=False, beside=("companion", "tiny-quant")
+    )
+    assert said_by(python, "import needy, companion, tiny_quant; print(tiny_quant.VERSION)") == "1.0"
+    assert python != environments.create(Release.parse("needy==1.0"), tmp_path, dependencies=False)
+    with pytest.raises(UsageError, match="cannot install nowhere: "):
+        environments.create(Release.parse("needy==1.0"), tmp_path, dependencies=False, beside=("nowhere",))
+
+
 def test_an_interpreter_that_is_none(pip, tmp_path):
     with pytest.raises(UsageError, match="does not run"):
         environments.create(Release("tiny-quant", Version("1.0")), tmp_path, python=str(tmp_path / "python"))
