@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_the_oldest_go_first_where_room_is_short(everything_is_shared: Path, mon
         shared_inputs.inputs(case, "backend")
     assert drawn == cases[:2]
     monkeypatch.undo()
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    names = [f"{inputs_folder.PREFIX}{number}-abc" for number in (process.pid, os.getpid(), 1, "no-number")]
+    for name in names:
+        (tmp_path / name / "backend").mkdir(parents=True)
+    with inputs_folder.shared():
+        left = {path.name for path in tmp_path.iterdir()}
+    assert names[0] not in left
+    assert set(names[1:]) <= left
 
 
 def test_small_cases_and_other_commands_draw_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
