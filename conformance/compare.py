@@ -27,6 +27,7 @@ from conformance.target import Target
 from conformance.targets import Fleet, Survey
 from fuzz import plan as plans
 from fuzz.case import Case, CaseError
+from fuzz.extent import LARGE, extent
 from reports import comparison, comparison_pages, files
 from reports.comparison import Comparison, ComparisonError
 
@@ -165,8 +166,9 @@ def _drawn(live: Sequence[_Opened], settings: Settings, ledger: Ledger, asked: s
     if not common:
         raise UsageError(f"{settings.base} and {settings.head} claim no operation and format in common")
     descriptions = [about for opened in live for about in opened.descriptions]
-    names = {about.backend for about in descriptions}
-    witnesses = [Case.parse(entry.witness) for entry in ledger.entries if entry.backend in names]
+    known = [case for about in descriptions for case in ledger.narrowed(about, common).witnesses()]
+    large = all(about.device != "cpu" for about in descriptions)  # else one side has no memory, or no time, for them
+    witnesses = [case for case in dict.fromkeys(known) if large or extent(case) <= LARGE]
     # The words of a case are bent to what a narrow side claims, so that both sides answer enough of each format.
     least = COMPARED if settings.cases is None else min(COMPARED, settings.cases)
     drawn = planning.draw(common, descriptions, settings.seed, settings.cases, least)

@@ -161,13 +161,20 @@ class Engine:
         for target, share in zip(self._targets, shares, strict=True):
             name = target.description.backend, target.description.device
             work.setdefault(name, []).append((target, share, target.dared(share)))
-        sizes = {name: sum(len(share) for _, share, _ in targets) for name, targets in work.items()}
+        sizes = {
+            name: sum(
+                target.key(case) not in done and (target.covers(case) or case in dared)
+                for target, share, dared in targets
+                for case in share
+            )
+            for name, targets in work.items()
+        }
         drivers = []
         for name, targets in work.items():
             deaths: Counter[tuple[str, str]] = Counter()
             queue = _Queue((target, dared, case) for target, share, dared in targets for case in share)
             wanted = math.ceil(AHEAD * self.limits.jobs * sizes[name] / max(1, sum(sizes.values())))
-            for _ in range(min(self.limits.workers, wanted, max(1, sizes[name]))):
+            for _ in range(max(1, min(self.limits.workers, wanted, sizes[name]))):  # one settles what is not called
                 drivers.append(_Driver(self, queue, done, deaths))
         return drivers
 
@@ -346,19 +353,24 @@ class _Driver:
                 engine.calling()
                 engine.journal.launching(target.key(case))
                 calls = self._call(case)
+            if calls is None:
+                return
             self._deaths[group] += verdicts.died(calls.replies)
             if not engine.interrupted:
                 engine.judge_later(target, subject, claimed, replace(calls, beyond=reason))
 
-    def _call(self, case: Case) -> _Calls:
-        calls = self._attempt(case)
-        shared = self._target.description.device != "cpu" and self._engine.limits.jobs > 1
-        if shared and calls.out_of_memory and not self._engine.stopping():
-            with self._engine.slots.alone():  # others may have had what was lacking
-                self.close()
-                self._before = 0
-                calls = self._attempt(case)
-        return calls
+    def _call(self, case: Case) -> _Calls | None:
+        """The calls of a case; None where they would have to be made again alone and the run is ending."""
+        engine, calls = self._engine, self._attempt(case)
+        shared = self._target.description.device != "cpu" and engine.limits.jobs > 1
+        if not (shared and calls.out_of_memory):
+            return calls
+        with engine.slots.alone():  # others may have had what was lacking
+            if engine.stopping():
+                return None
+            self.close()
+            self._before = 0
+            return replace(calls, alone=self._sequence(case)) if calls.alone else self._attempt(case)
 
     def _attempt(self, case: Case) -> _Calls:
         before = self._before

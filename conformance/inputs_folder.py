@@ -17,9 +17,14 @@ PREFIX = "conformance-inputs-"
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Let the processes that are started within share what they draw."""
+    """Let the processes that are started within share what they draw, where there is a folder for it."""
     _clear()
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+    try:
+        held = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True)
+    except OSError:
+        yield
+        return
+    with held as folder:
         before = os.environ.get(FOLDER)
         os.environ[FOLDER] = folder
         try:
@@ -32,8 +37,11 @@ def shared() -> Iterator[None]:
 
 def _clear() -> None:
     """Remove the folders of processes that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError):
+    found: list[Path] = []
+    with suppress(OSError):
+        found = list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    for left in found:
+        with suppress(OSError, ValueError, OverflowError):
             if left.stat().st_uid == os.getuid() and not _alive(int(left.name.removeprefix(PREFIX).split("-")[0])):
                 shutil.rmtree(left, ignore_errors=True)
 

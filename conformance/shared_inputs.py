@@ -9,11 +9,11 @@ process draws for itself.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,9 +30,10 @@ from fuzz.extent import elements
 SHARED = 2**22
 """Elements of the least case that is written."""
 MOST_BYTES = 2**34
-"""Bytes that are kept in the folder, a quarter of the free disk at most; the oldest go first."""
+"""Bytes that are kept of each side, a quarter of the free disk at most; the oldest go first."""
 INDEX = "index.json"
-POLL = 0.02
+TROUBLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError)
+"""What may come of odd files and full disks."""
 
 
 def inputs(case: Case, side: str) -> dict[str, Tensor]:
@@ -44,47 +45,26 @@ def inputs(case: Case, side: str) -> dict[str, Tensor]:
     if not folder or elements(case) < SHARED:
         return _drawn(case)
     place = Path(folder) / side / hashlib.sha256(case.text.encode()).hexdigest()[:32]
-    lock = place.with_suffix(".lock")
-    while True:
-        with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-            return _read(case, place)
-        try:
-            place.parent.mkdir(exist_ok=True)
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            break
-        except FileExistsError:
-            if not _owned(lock):
-                return _drawn(case)
-            time.sleep(POLL)
-        except OSError:
-            return _drawn(case)
+    with suppress(*TROUBLE):
+        return _read(case, place)
     try:
-        lock.write_text(str(os.getpid()))
-        with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-            return _read(case, place)  # another one was just writing it
-        found = _drawn(case)
+        place.parent.mkdir(exist_ok=True)
+        lock = place.with_suffix(".lock").open("ab")
+    except OSError:
+        return _drawn(case)
+    with lock:
         with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until whoever draws is done, or is gone
+        with suppress(*TROUBLE):
+            return _read(case, place)
+        found = _drawn(case)
+        with suppress(*TROUBLE):
             _write(found, place)
         return found
-    finally:
-        lock.unlink(missing_ok=True)
 
 
 def _drawn(case: Case) -> dict[str, Tensor]:
     return OPERATIONS[case.operation].inputs(case)
-
-
-def _owned(lock: Path) -> bool:
-    """Whether a process that lives is drawing; one that has just taken the lock has not written its number yet."""
-    try:
-        words = lock.read_text()
-        if words:
-            os.kill(int(words), 0)
-        return bool(words) or time.time() - lock.stat().st_mtime < 5
-    except FileNotFoundError:
-        return True  # it has just finished
-    except (OSError, ValueError):
-        return False
 
 
 def _read(case: Case, place: Path) -> dict[str, Tensor]:
@@ -95,36 +75,45 @@ def _read(case: Case, place: Path) -> dict[str, Tensor]:
     return laid_out(case, found)
 
 
-def _mapped(path: Path, dtype: str, shape: list[int]) -> Tensor:
+def _mapped(path: Path, dtype: str, shape: list[int], stride: list[int] | None) -> Tensor:
     size = path.stat().st_size
     raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
-    return raw.view(getattr(torch, dtype)).view(shape)
+    found = raw.view(getattr(torch, dtype)).view(shape)
+    return found if stride is None else found.as_strided(shape, stride)
 
 
 def _write(found: Mapping[str, Tensor], place: Path) -> None:
-    size = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-    if not _room(place.parent, size):
+    part = place.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)  # of one that was killed: the lock is ours
+    if not _room(place.parent, sum(tensor.numel() * tensor.element_size() for tensor in found.values())):
         return
-    part = place.with_suffix(f".{os.getpid()}")
     try:
         part.mkdir()
         for number, tensor in enumerate(found.values()):
             tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tofile(part / str(number))
-        index = {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in found.items()}
-        (part / INDEX).write_text(json.dumps(index))
+        (part / INDEX).write_text(json.dumps({name: _described(tensor) for name, tensor in found.items()}))
         part.rename(place)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _described(tensor: Tensor) -> tuple[str, list[int], list[int] | None]:
+    """Dtype, shape, and strides where they are those of the bytes in order: a side of one element may have any."""
+    strides = list(tensor.stride()) if tensor.is_contiguous() else None
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides
+
+
 def _room(folder: Path, size: int) -> bool:
     """Make room for so many bytes; whether there is."""
     most = min(MOST_BYTES, shutil.disk_usage(folder).free // 4)
-    kept = sorted((path for path in folder.iterdir() if not path.suffix), key=lambda path: path.stat().st_mtime)
+    if size > most:
+        return False
+    kept = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     there = {path: sum(part.stat().st_size for part in path.iterdir()) for path in kept}
     for path in kept:
         if sum(there.values()) + size <= most:
             break
-        shutil.rmtree(path, ignore_errors=True)
-        del there[path]
+        if path.suffix != ".part":  # those are being written, or were when their process was killed
+            shutil.rmtree(path, ignore_errors=True)
+            del there[path]
     return sum(there.values()) + size <= most

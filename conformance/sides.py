@@ -67,9 +67,16 @@ class Options:
 
 def both(base: str, head: str, options: Options) -> list[Side]:
     """The two sides; what has to be installed comes last, when the other is known to be one. Raises `UsageError`."""
-    order = sorted({base, head}, key=lambda text: (Release.parse(text) is not None, text != base))
+    order = sorted({base, head}, key=lambda text: (_is_release(text), text != base))
     found = {text: parse(text, options) for text in order}
     return [found[base], found[head]]
+
+
+def _is_release(text: str) -> bool:
+    try:
+        return not Path(text).expanduser().is_dir() and Release.parse(text) is not None
+    except UsageError:
+        return False
 
 
 def parse(text: str, options: Options) -> Side:

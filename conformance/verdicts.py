@@ -87,6 +87,20 @@ def moving_parts(replies: Sequence[CallReply]) -> dict[str, float]:
     return found
 
 
+def _shows_poison(part: str, nan: CallReply, finite: CallReply) -> bool:
+    """Whether an element of a part is the poison of either call."""
+    import numpy as np
+
+    found = []
+    for reply, byte in ((nan, 0xFF), (finite, 0x5A)):
+        wire = next((wire for wire in reply.outputs if wire.name == part), None)
+        if wire is None or not wire.data:
+            return False
+        rows = np.frombuffer(wire.data, dtype=np.uint8).reshape(max(1, math.prod(wire.shape)), -1)
+        found.append((rows == byte).all(axis=1))
+    return len(found[0]) == len(found[1]) and bool((found[0] & found[1]).any())
+
+
 def _share(one: Wire | None, other: Wire | None) -> float:
     if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape) or not one.data:
         return 0.0
@@ -205,7 +219,8 @@ def _parts(subject: Subject, replies: Replies, judged: Sequence[JudgeReply], run
             fields |= {"output_sha256": "", "selection": ""}
         if number:
             message = f"call {number + 1} of the case: {message}"
-        if name in differing and name not in moving and run_to_run:  # else it moved by chance between these two alone
+        followed = name in differing and name not in moving
+        if followed and (run_to_run or _shows_poison(name, *replies[:2])):  # else it moved by chance between these
             note = f"depends on the output buffer's previous contents: {1 - differing[name]:.3g} of it is unwritten"
             verdict, message = "wrong", f"{note}; {message}" if message else note
         elif name in differing or name in moving:

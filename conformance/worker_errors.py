@@ -10,7 +10,12 @@ import torch
 LIMIT = 400
 """Longest line, in characters."""
 
-_NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "RESOURCE_EXHAUSTED")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "RESOURCE_EXHAUSTED: Out of memory",
+)
 """What torch, and XLA, say in a plain RuntimeError when memory ran out."""
 
 

@@ -2,12 +2,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from conformance import cli, sides
+from conformance import cli, compare, sides
 from conformance.discover import UsageError
+from conformance.ledger import DEFAULT, load
+from conformance.messages import Claimed, Description
 from conformance.sides import Finished, Options
+from references.backend import Claim
 
 PLUGIN = """
 from references import ue8m0
@@ -132,6 +136,45 @@ def test_nothing_is_installed_for_a_comparison_with_nothing(monkeypatch):
     for base, head in (("torch==2.13.0", "/no/such/run"), ("/no/such/run", "torch==2.13.0")):
         with pytest.raises(UsageError, match="no such file or directory"):
             sides.both(base, head, Options())
+
+
+def described(backend: str, device: str, sm: str) -> SimpleNamespace:
+    claim = Claim(operation="gemm", variant="deepseek_fp8", source="s")
+    about = Description(
+        backend=backend,
+        version="0.33.0",
+        interpreter="",
+        device=device,
+        device_name="",
+        sm=sm,
+        pace=1.0,
+        claims=[Claimed(claim=claim.to_json(), recipe={}, recipe_text="", claim_text="")],
+    )
+    return SimpleNamespace(descriptions=[about])
+
+
+@pytest.mark.parametrize(
+    ("sides_", "vast"),
+    [
+        ([("torch", "cpu", ""), ("vllm", "cuda:0", "90")], False),
+        ([("torch", "cuda:0", "90"), ("vllm", "cuda:0", "90")], True),
+        ([("torch", "cuda:0", "80"), ("vllm", "cuda:0", "80")], False),  # the entry does not speak of SM80
+        ([("torch", "cuda:0", "90"), ("triton", "cuda:0", "90")], False),
+    ],
+)
+def test_a_witness_past_2_31_elements_is_for_gpus_that_an_entry_speaks_of(sides_, vast):
+    live = [described(*side) for side in sides_]
+    settings = compare.Settings(base="a", head="b", cases=1)
+    plan = compare._drawn(live, settings, load(DEFAULT), {("gemm", "deepseek_fp8")})
+    assert any(case["m"] == "65552" for case in plan) == vast
+
+
+def test_a_folder_with_the_name_of_a_release_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    python = Path("torch==abc/bin/python")
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert sides.both("torch==abc", "torch", Options())[0].python == str(python.absolute())
 
 
 def test_both_sides_keep_their_places():

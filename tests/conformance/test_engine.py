@@ -190,6 +190,18 @@ def test_a_backend_has_workers_by_its_share_of_the_calls(tmp_path: Path) -> None
     assert FakeWorker.started == 4 + 2  # 4 x 8 jobs by 32 of 34 calls, of which 4 are allowed, and by 2 of 34
 
 
+def test_what_is_not_claimed_or_done_already_is_no_share_of_the_calls(tmp_path: Path) -> None:
+    plan = [PLAN[0].replace(seed=seed) for seed in range(2, 34)]
+    narrow = [Claim(operation="ue8m0", variant="ceil", source="s", maxima={"n": 1})]
+    FakeWorker.started = 0
+    others = [target(f"narrow{number}", claims=narrow) for number in range(30)]
+    finished = target("finished")
+    done = frozenset(finished.key(case) for case in plan)
+    records, _ = execute(tmp_path, [target("busy", together(4)), *others, finished], plan, jobs=4, workers=4, done=done)
+    assert FakeWorker.started == 4
+    assert sum(record.verdict == "pass" for record in records) == 32
+
+
 def test_deaths_count_for_all_workers_of_a_backend(tmp_path: Path) -> None:
     plan = [PLAN[0].replace(seed=seed) for seed in range(40)]
     targets = [target("a", lambda *_: CallReply(status="hang"))]
@@ -319,13 +331,41 @@ def test_a_call_that_lacks_a_shared_device_s_memory_is_made_again_alone(
         assert not company[0]
 
 
+def on_gpu(*targets: Target) -> list[Target]:
+    return [replace(item, description=replace(item.description, device="cuda:0")) for item in targets]
+
+
+def test_a_crash_whose_repetition_lacked_memory_stays_one(tmp_path: Path) -> None:
+    """With jobs or without: the repetition is made again, not the crash forgotten."""
+    said = iter([CallReply(status="crash", message="SIGSEGV"), CallReply(status="oom", message="CUDA out of memory")])
+
+    def crashing(case: Case, poison: str, before: int) -> CallReply:
+        return next(said, None) or right(case, poison, before)
+
+    records, result = execute(tmp_path, on_gpu(target("a", crashing, most=1)), jobs=2)
+    assert result.complete
+    first = [record for record in records if record.case == records[0].case]
+    assert [record.verdict for record in first] == ["flaky", "pass"]
+    assert "crash after 0 other cases, not reproduced alone: SIGSEGV" in first[0].message
+
+
+def test_what_would_be_made_again_when_the_run_ends_is_not_settled(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    def greedy(case: Case, poison: str, before: int) -> CallReply:
+        called.append(case.text)
+        time.sleep(0.3)
+        return CallReply(status="oom", message="CUDA out of memory")
+
+    records, result = execute(tmp_path, on_gpu(target("a", greedy)), jobs=2, budget=0.1)
+    assert (records, result.settled, result.stopped, len(called)) == ([], 0, "budget", 1)
+
+
 def test_memory_that_is_lacking_alone_as_well_is_lacking(tmp_path: Path) -> None:
     def greedy(case: Case, poison: str, before: int) -> CallReply:
         return CallReply(status="oom", message="CUDA out of memory")
 
-    one, other = target("one", greedy), target("other", greedy)
-    targets = [replace(item, description=replace(item.description, device="cuda:0")) for item in (one, other)]
-    records, result = execute(tmp_path, targets, jobs=3)
+    records, result = execute(tmp_path, on_gpu(target("one", greedy), target("other", greedy)), jobs=3)
     assert (result.complete, verdict_counts(records)) == (True, {"oom": 16})
 
 

@@ -26,6 +26,9 @@ TEXTS = (
     "gemm w4a8 v=1 k=64 layout=plain m=3 n=5 out=bf16 scale=ue8m0 values=normal seed=3",
     "routing DeepSeekV3 v=1 bias=0.1 bias_dtype=bf16 dtype=fp16 experts=8 groups=2 out=bf16 padding=some "
     "renormalize=on scaling=1 shared=0 stride=transposed tokens=4 topk=2 topk_group=1 values=normal seed=4",
+    "gemm deepseek_fp8 v=1 k=128 layout=mn_major m=8 n=5 out=bf16 scale=fp32 values=normal seed=6",  # strides (1, 1)
+    "grouped_gemm deepseek_fp8 v=1 grouping=masked groups=2 k=128 layout=mn_major m=8 n=5 out=bf16 scale=ue8m0 "
+    "values=normal seed=7",
     "grouped_gemm fp8_per_tensor v=1 grouping=contiguous groups=3 k=16 layout=plain m=7 n=16 out=bf16 scale=fp32 "
     "values=normal seed=5",
 )
@@ -99,28 +102,45 @@ def test_those_who_ask_at_once_wait_for_the_first(monkeypatch: pytest.MonkeyPatc
     assert found == [sha256_of(original(CASE))] * 2
 
 
-def lock_of(folder: Path) -> Path:
-    shared_inputs.inputs(CASE, "backend")
-    (place,) = (folder / "backend").iterdir()
-    lock = place.with_suffix(".lock")
-    place.rename(place.with_suffix(".gone"))
-    return lock
-
-
 def test_nobody_waits_for_the_dead(everything_is_shared: Path) -> None:
-    lock = lock_of(everything_is_shared)
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    lock.write_text(str(process.pid))
+    """A process that was killed in the middle of writing leaves a lock that nobody holds, and part of its files."""
+    shared_inputs.inputs(CASE, "backend")
+    place = next(path for path in (everything_is_shared / "backend").iterdir() if path.is_dir())
+    place.rename(place.with_suffix(".part"))
+    (place.with_suffix(".part") / shared_inputs.INDEX).unlink()
+    assert place.with_suffix(".lock").exists()
     assert sha256_of(shared_inputs.inputs(CASE, "backend")) == sha256_of(OPERATIONS["moe"].inputs(CASE))
-    lock.write_text("nonsense")
-    assert sha256_of(shared_inputs.inputs(CASE, "backend")) == sha256_of(OPERATIONS["moe"].inputs(CASE))
+    assert place.is_dir()
+    assert not place.with_suffix(".part").exists()
+
+
+@pytest.mark.parametrize("failing", ["open", "mkdir", "write_text", "rename"])
+def test_a_full_disk_costs_nothing_but_time(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, failing, full)
+    for side in ("backend", "oracle", "backend"):
+        assert sha256_of(shared_inputs.inputs(CASE, side)) == sha256_of(OPERATIONS["moe"].inputs(CASE))
+
+
+def test_without_a_folder_nothing_is_shared() -> None:
+    def none(**_: object) -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(inputs_folder.FOLDER)
+        patch.setattr(tempfile, "TemporaryDirectory", none)
+        with inputs_folder.shared():
+            assert inputs_folder.FOLDER not in os.environ
+        patch.setenv(inputs_folder.FOLDER, "/nowhere")
+        assert shared_inputs.inputs(CASE, "backend")
 
 
 @pytest.mark.parametrize("harm", ["truncated", "no index", "odd index", "a missing tensor", "another tensor"])
 def test_files_that_are_odd_are_drawn_anew(harm: str, everything_is_shared: Path) -> None:
     shared_inputs.inputs(CASE, "backend")
-    (place,) = (everything_is_shared / "backend").iterdir()
+    place = next(path for path in (everything_is_shared / "backend").iterdir() if path.is_dir())
     index = place / shared_inputs.INDEX
     match harm:
         case "truncated":
@@ -145,6 +165,8 @@ def test_the_oldest_go_first_where_room_is_short(everything_is_shared: Path, mon
         for path in (everything_is_shared / "backend").iterdir():
             if path.stat().st_mtime > 1e6:
                 os.utime(path, (number, number))
+    large = CASE.replace(experts=64)
+    shared_inputs.inputs(large, "backend")  # more than there is room for: nothing goes for it
     drawn: list[Case] = []
     original = shared_inputs._drawn
     monkeypatch.setattr(shared_inputs, "_drawn", lambda case: drawn.append(case) or original(case))
@@ -159,7 +181,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    names = [f"{inputs_folder.PREFIX}{number}-abc" for number in (process.pid, os.getpid(), 1, "no-number")]
+    names = [f"{inputs_folder.PREFIX}{number}-abc" for number in (process.pid, os.getpid(), 1, "no-number", 10**30)]
     for name in names:
         (tmp_path / name / "backend").mkdir(parents=True)
     with inputs_folder.shared():
@@ -168,13 +190,12 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path, monkeypatch: pytest.M
     assert set(names[1:]) <= left
 
 
-def test_small_cases_and_other_commands_draw_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(os.environ[inputs_folder.FOLDER])
-    monkeypatch.setattr(shared_inputs, "SHARED", 10**9)
-    shared_inputs.inputs(CASE, "backend")
-    assert not list(folder.iterdir())
-    monkeypatch.setattr(shared_inputs, "SHARED", 0)
-    monkeypatch.delenv(inputs_folder.FOLDER)
-    shared_inputs.inputs(CASE, "backend")
-    assert not list(folder.iterdir())
-    monkeypatch.setenv(inputs_folder.FOLDER, str(folder))
+def test_small_cases_and_other_commands_draw_for_themselves(everything_is_shared: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_inputs, "SHARED", 10**9)
+        shared_inputs.inputs(CASE, "backend")
+        assert not list(everything_is_shared.iterdir())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(inputs_folder.FOLDER)
+        shared_inputs.inputs(CASE, "backend")
+        assert not list(everything_is_shared.iterdir())

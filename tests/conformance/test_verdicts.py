@@ -157,6 +157,15 @@ def test_without_run_to_run_answers_that_seem_to_follow_the_poison_may_do_so_by_
     assert record.verdict == "wrong"
 
 
+def test_the_poison_itself_is_unwritten_whatever_moves() -> None:
+    nan, finite = b"\1\2\3\xff", b"\1\2\3\x5a"
+    replies = (ok(nan), ok(finite), ok(nan), ok(nan), ok(finite))
+    for strict in (True, False):
+        (record,) = decide(SUBJECT, replies, [answer(), answer()], run_to_run=strict)
+        assert record.verdict == "wrong"
+        assert record.message == "depends on the output buffer's previous contents: 0.25 of it is unwritten"
+
+
 @pytest.mark.parametrize("run_to_run", [True, False])
 def test_every_distinct_answer_must_be_admissible(run_to_run: bool) -> None:
     replies = (ok(), ok(b"\1\2\3\5"), ok(b"\1\2\3\6"))
