@@ -127,6 +127,9 @@ class Controller:
             for proved in [_witnessed(target.description.backend, target.description.device, planned, target.ledger)]
         ]
         self.description = concluded(self.description, targets, self.records, result)
+        met = {entry.id for target in targets for entry in target.ledger.entries}
+        met |= {record.ledger_id for record in self.records}
+        self.description["ledger"] = [entry for entry in self.description["ledger"] if entry["id"] in met]
         if self.failure:
             self.description |= {"exit_code": HARNESS, "stopped": "the harness failed"}
         return int(self.description["exit_code"])

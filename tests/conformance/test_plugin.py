@@ -147,6 +147,14 @@ def test_a_witness_that_passes_fails(run: Run, pytester: pytest.Pytester) -> Non
     result.stdout.fnmatch_lines(["Problem: ledger odd-seeds: the witness passes*"])
 
 
+def test_entries_whose_witness_was_not_selected_are_not_listed(run: Run) -> None:
+    said = "Known to fail: odd-seeds:*"
+    run("-k", "floor-odd", ledger=True).stdout.fnmatch_lines([said])
+    result = run("-k", "ceil-odd", ledger=True)
+    result.assert_outcomes(passed=1, deselected=2)
+    result.stdout.no_fnmatch_line(said)
+
+
 def test_the_witness_of_an_intermittent_fault_may_pass(run: Run, pytester: pytest.Pytester) -> None:
     run()
     path = pytester.path / "ledger.toml"
