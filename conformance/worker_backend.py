@@ -64,6 +64,8 @@ class Callee:
         backend = self.backends.get(name)
         if backend is None:
             raise ReportedError(f"{self.label}: offers no backend {name!r}, only {', '.join(sorted(self.backends))}")
+        with suppress(Exception):  # the survey has told what is wrong with claims
+            self._claimed(backend)
         poison = options.get("poison", "nan")
         if poison not in POISONS:
             raise ReportedError(f"poison={poison} is none of {', '.join(POISONS)}")
@@ -206,11 +208,15 @@ class Callee:
         settled = parts if settle is None else settle(twin.case, on_device, parts)
         return tuple(to_wire(relations.TWIN + name, part) for name, part in settled.items())
 
-    def _same_claim(self, backend: Backend, case: Case, other: Case) -> bool:
-        """Whether one claim, and so one recipe, covers both cases."""
+    def _claimed(self, backend: Backend) -> list[Claim]:
+        """What a backend claims here. Asked before its first call, so that it may keep what it learns of its device."""
         if backend.name not in self._claims:
             self._claims[backend.name] = list(backend.claims(self._device))
-        claims = self._claims[backend.name]
+        return self._claims[backend.name]
+
+    def _same_claim(self, backend: Backend, case: Case, other: Case) -> bool:
+        """Whether one claim, and so one recipe, covers both cases."""
+        claims = self._claimed(backend)
         first = [
             next((number for number, claim in enumerate(claims) if claim.refusal(asked) is None), -1)
             for asked in (case, other)

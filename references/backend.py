@@ -146,7 +146,10 @@ class Backend(Protocol):
         """The version of the library under test."""
 
     def claims(self, device: str) -> Iterable[Claim]:
-        """What is supported on ``device`` (``cpu`` or ``cuda:0``); empty where nothing is."""
+        """What is supported on ``device`` (``cpu`` or ``cuda:0``); empty where nothing is.
+
+        Every process asks for its own device before the first call.
+        """
 
     def recipe(self, claim: Claim) -> Recipe:
         """The declared choices for a claim."""

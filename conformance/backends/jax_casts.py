@@ -112,7 +112,7 @@ class Jax:
 
     def prepare(self, case: Any, inputs: Mapping[str, Tensor], options: Mapping[str, str]) -> Callable[[], Parts]:
         """The inputs as NumPy arrays, bound to the computation."""
-        device = _devices(self._platform)[0]
+        device = _devices(platform(inputs))[0]
         arrays = {name: _to_numpy(tensor) for name, tensor in inputs.items()}
         match case.operation:
             case "ue8m0" if case.variant == "nearest":
@@ -129,6 +129,11 @@ class Jax:
         """Run it."""
         with np.errstate(all="ignore"):
             return prepared()
+
+
+def platform(inputs: Mapping[str, Tensor]) -> str:
+    """Where JAX computes: where the inputs are."""
+    return "gpu" if any(tensor.device.type == "cuda" for tensor in inputs.values()) else "cpu"
 
 
 def backends() -> Iterable[Jax]:
