@@ -1,8 +1,7 @@
 """The ledger of known failures: entries that are bound to a reason and to a witness case.
 
 An entry explains failing records; it is proved on every run by its witness, which is executed first and must fail in
-the way that the entry says. The witness of an intermittent fault may also pass; its entry ends with a version instead.
-The file is read strictly: anything odd in it is one line and exit code 2.
+the way that the entry says. The file is read strictly: anything odd in it is one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from reports.record import FAILING, Record
 
 DEFAULT = Path(__file__).with_name("ledger.toml")
 _ISSUE = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+#[0-9]+\Z")
-_ENDS = ("==", "===", "~=", "<", "<=")
 _TEXTS = ("id", "backend", "versions", "operation", "part", "verdict", "message", "reason", "issue", "witness")
-_OPTIONAL = ("issue", "libraries", "devices", "sm", "where", "intermittent")
-_KEYS = (*_TEXTS, "libraries", "devices", "sm", "variants", "where", "intermittent")
+_OPTIONAL = ("issue", "libraries", "devices", "sm", "where")
+_KEYS = (*_TEXTS, "libraries", "devices", "sm", "variants", "where")
 
 
 class LedgerError(ValueError):
@@ -42,7 +40,7 @@ class Entry:
     versions: PEP 440 range of the backend's version, empty for any. libraries: library -> range, all of which must
     hold. devices: patterns such as ``cuda:*``. sm: patterns of architectures such as ``90``. where: parameter -> values
     of the cases concerned, any if absent. message: regular expression that is searched for in a record's message.
-    witness: text of a case that fails so. intermittent: it does not always; such an entry ends with a version.
+    witness: text of a case that fails so.
     """
 
     id: str
@@ -60,7 +58,6 @@ class Entry:
     devices: tuple[str, ...] = ("*",)
     sm: tuple[str, ...] = ("*",)
     where: Mapping[str, tuple[str, ...]]
-    intermittent: bool = False
 
     def applies(self, description: Description) -> bool:
         """Whether the entry speaks of this backend, version, device, architecture and set of libraries."""
@@ -101,9 +98,9 @@ class Entry:
         """Whether a property failed by this part of the twin's answer (``conformance/relations.py``)."""
         return record.part.startswith("property:") and f": {self.part}: " in record.message
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, str]:
         """What run.json and the reports say of an entry."""
-        names = ("id", "backend", "operation", "part", "verdict", "reason", "issue", "witness", "intermittent")
+        names = ("id", "backend", "operation", "part", "verdict", "reason", "issue", "witness")
         return {**{name: getattr(self, name) for name in names}, "versions": str(self.versions)}
 
 
@@ -171,8 +168,6 @@ def _witness_problem(entry: Entry, records: Sequence[Record]) -> str | None:
         record = failing[0]
         return f"{prefix} fails in another way: {record.part} is {record.verdict}: {record.message}"
     if any(record.verdict == "pass" for record in records):
-        if entry.intermittent:
-            return None
         return f"{prefix} passes: remove the entry or narrow its versions"
     why = next((record.message for record in records), "it was not executed")
     return f"{prefix} cannot run: {why}"
@@ -210,8 +205,6 @@ def _entry(row: Mapping[str, Any], place: str) -> Entry:
     where, libraries = row.get("where", {}), row.get("libraries", {})
     if not isinstance(where, dict) or not isinstance(libraries, dict):
         raise LedgerError(f"{place}: where and libraries are tables")
-    if not isinstance(row.get("intermittent", False), bool):
-        raise LedgerError(f"{place}: intermittent is neither true nor false")
     try:
         entry = Entry(
             **{
@@ -223,7 +216,6 @@ def _entry(row: Mapping[str, Any], place: str) -> Entry:
                 "sm": _words(row.get("sm", ["*"]), f"{place}: sm"),
                 "libraries": {name: SpecifierSet(str(value)) for name, value in libraries.items()},
                 "where": {key: _words(values, f"{place}: where.{key}") for key, values in where.items()},
-                "intermittent": row.get("intermittent", False),
             }
         )
     except re.error as error:
@@ -247,8 +239,6 @@ def _problem(entry: Entry) -> str | None:
         return f"verdict {entry.verdict!r} is none of {', '.join(FAILING)}"
     if entry.issue and not _ISSUE.match(entry.issue):
         return f"issue {entry.issue!r} is not owner/repository#number"
-    if entry.intermittent and not any(item.operator in _ENDS for item in entry.versions):
-        return "an intermittent entry names the last version that it speaks of, since no witness ends it"
     rules = GRAMMAR.get(entry.operation)
     if rules is None:
         return f"unknown operation {entry.operation!r}"

@@ -23,6 +23,9 @@ class Wire:
     data: bytes
 
 
+POISONS = {"nan": 0xFF, "finite": 0x5A}
+"""The byte that fills output buffers. 0xFF makes every float a NaN (E8M0 and E4M3 too) and every integer its largest
+or -1; 0x5A makes fp32 and bf16 about 1.5e16, fp16 203.25, E4M3 26 and E8M0 2^-37: finite, not zero, not plausible."""
 INPUT = "input:"
 """What the names of explicit inputs start with on the wire, where outputs may have the same names."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from conformance.messages import POISONS as POISON_BYTES
 from conformance.messages import CallReply, JudgeReply, Wire
 from reports.record import Record
 
@@ -88,11 +89,11 @@ def moving_parts(replies: Sequence[CallReply]) -> dict[str, float]:
 
 
 def _shows_poison(part: str, nan: CallReply, finite: CallReply) -> bool:
-    """Whether an element of a part is the poison of either call."""
+    """Whether an element of a part is the poison in both calls."""
     import numpy as np
 
     found = []
-    for reply, byte in ((nan, 0xFF), (finite, 0x5A)):
+    for reply, byte in ((nan, POISON_BYTES["nan"]), (finite, POISON_BYTES["finite"])):
         wire = next((wire for wire in reply.outputs if wire.name == part), None)
         if wire is None or not wire.data:
             return False

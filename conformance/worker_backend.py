@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from conformance import call_options, relations, shared_inputs
-from conformance.messages import CallReply, Wire
+from conformance.messages import POISONS, CallReply, Wire
 from conformance.operations import OPERATIONS
 from conformance.worker_errors import ReportedError, flat, is_out_of_memory, one_line
 from conformance.worker_inputs import explicit
 from conformance.worker_memory import release
-from conformance.worker_tensors import POISONS, Buffers, move, storage_bytes, to_wire, unsendable
+from conformance.worker_tensors import Buffers, move, storage_bytes, to_wire, unsendable
 from fuzz.case import Case
 from fuzz.hashing import sha256_of
 from references.backend import Backend, Claim, Unsupported

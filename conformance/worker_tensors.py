@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from conformance.frames import ITEMSIZE
-from conformance.messages import Wire
+from conformance.messages import POISONS, Wire
 from conformance.operations.base import OutputSpec
 
 GUARD = 512
 """Bytes watched before and behind each output buffer; keeps the alignment that allocators give."""
 GUARD_BYTE = 0xA5
-POISONS = {"nan": 0xFF, "finite": 0x5A}
-"""The byte that fills output buffers. 0xFF makes every float a NaN (E8M0 and E4M3 too) and every integer its largest
-or -1; 0x5A makes fp32 and bf16 about 1.5e16, fp16 203.25, E4M3 26 and E8M0 2^-37: finite, not zero, not plausible."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
 """The parameters of every operation: which keys a case has, and which values they take.
 
 This table is what `fuzz.case` checks a case against and what `fuzz.strategies` draws from; an operation that is added
-gets its rows here. Only the standard library is imported.
+gets its rows here. torch is not imported.
 """
 
 from __future__ import annotations

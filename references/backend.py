@@ -148,7 +148,7 @@ class Backend(Protocol):
     def claims(self, device: str) -> Iterable[Claim]:
         """What is supported on ``device`` (``cpu`` or ``cuda:0``); empty where nothing is.
 
-        Every process asks for its own device before the first call.
+        Every worker process asks for its own device before its first call.
         """
 
     def recipe(self, claim: Claim) -> Recipe:

@@ -25,7 +25,6 @@ class Known:
     witness: str
     witness_verdict: str
     calls: tuple[Call, ...]
-    intermittent: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,6 @@ def _known(calls: Sequence[Call], ledger: Sequence[Mapping[str, Any]]) -> tuple[
                 witness=text.line(entry.get("witness")),
                 witness_verdict=text.line(entry.get("witness_verdict")),
                 calls=tuple(its),
-                intermittent=entry.get("intermittent") is True,
             )
         )
     return tuple(found)
@@ -258,8 +256,7 @@ def _known(calls: Sequence[Call], ledger: Sequence[Mapping[str, Any]]) -> tuple[
 def _problems(run: Mapping[str, Any], known: Sequence[Known]) -> tuple[str, ...]:
     said = text.strings(run.get("problems"))
     for entry in known:
-        passes = entry.witness_verdict == "pass" and not entry.intermittent
-        if passes and not any(entry.id in problem for problem in said):
+        if entry.witness_verdict == "pass" and not any(entry.id in problem for problem in said):
             said.append(f"the witness of ledger entry {entry.id} passes: the entry is out of date")
     return tuple(said)
 

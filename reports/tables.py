@@ -274,9 +274,7 @@ def _known(entry: Known, plugins: Sequence[str]) -> KnownRow:
         issue=entry.issue,
         address=text.link(entry.issue),
         witness=witness if entry.witness else "",
-        witness_verdict="not this time"
-        if entry.intermittent and entry.witness_verdict == "pass"
-        else entry.witness_verdict,
+        witness_verdict=entry.witness_verdict,
     )
 
 

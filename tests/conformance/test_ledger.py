@@ -157,19 +157,6 @@ def test_a_witness_that_does_otherwise_is_a_problem(tmp_path: Path, records: lis
     assert load(tmp_path).problems(records) == [line]
 
 
-def test_an_intermittent_fault_may_stay_away_and_nothing_else(tmp_path: Path) -> None:
-    book = load(tmp_path, ENTRY.replace("part =", "intermittent = true\npart =", 1))
-    witness = replace(RECORD, case=WITNESS)
-    assert book.problems([witness]) == []
-    assert book.problems([replace(witness, verdict="pass", message="")]) == []
-    assert book.match(RECORD) == "one-ulp"
-    assert book.problems([replace(witness, message="all zero")]) == [
-        "ledger one-ulp: the witness fails in another way: scales is wrong: all zero"
-    ]
-    assert book.problems([]) == ["ledger one-ulp: the witness cannot run: it was not executed"]
-    assert [entry.to_json()["intermittent"] for entry in (*book.entries, *load(tmp_path).entries)] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "fragment"),
     [
@@ -188,8 +175,6 @@ def test_an_intermittent_fault_may_stay_away_and_nothing_else(tmp_path: Path) ->
         ("from = ", "form = ", "has no key form"),
         ("seed=1", "seed=-1", "witness: case:"),
         ("from=scale", "from=amax_e4m3", "not one of the cases that the entry covers"),
-        ("part =", "intermittent = 1\npart =", "intermittent is neither true nor false"),
-        (',<1.3"', '"\nintermittent = true', "names the last version"),
     ],
 )
 def test_anything_odd_is_one_line(tmp_path: Path, old: str, new: str, fragment: str) -> None:

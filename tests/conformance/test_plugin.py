@@ -155,19 +155,6 @@ def test_entries_whose_witness_was_not_selected_are_not_listed(run: Run) -> None
     result.stdout.no_fnmatch_line(said)
 
 
-def test_the_witness_of_an_intermittent_fault_may_pass(run: Run, pytester: pytest.Pytester) -> None:
-    run()
-    path = pytester.path / "ledger.toml"
-    entry = ENTRY.replace('versions = ""', 'versions = "<=2"\nintermittent = true')
-    assert entry != ENTRY
-    path.write_text(entry)
-    run("-k", "ledger", ledger=True).assert_outcomes(xfailed=1, deselected=2)
-    path.write_text(entry.replace("seed=3", "seed=4"))
-    result = run("-k", "ledger", ledger=True)
-    assert result.ret == 0
-    result.assert_outcomes(passed=1, deselected=2)
-
-
 def test_selection_by_keyword_and_marker(run: Run) -> None:
     words = ("--collect-only", "-q")
     assert ids(run(*words, "-k", "ceil and not narrow", backends=("odd", "narrow")), "::") == ["ue8m0-ceil-odd-cpu"]

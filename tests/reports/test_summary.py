@@ -6,7 +6,7 @@ import pytest
 from reports.frame import order
 from reports.groups import FAIL, KNOWN, PASS, REFUSED, UNSUPPORTED, Call
 from reports.summary import headline, summarise
-from reports.tables import known, results
+from reports.tables import results
 
 
 def by_name(summary):
@@ -136,16 +136,6 @@ def test_a_passing_witness_is_a_problem(make, run):
     assert summary.outcome == "failed"
     assert len(summary.problems) == 1
     assert "L1" in summary.problems[0]
-
-
-def test_the_witness_of_an_intermittent_fault_may_pass(make, run):
-    run["ledger"][0] |= {"witness_verdict": "pass", "intermittent": True}
-    run["exit_code"] = None
-    summary = summarise([make()], run)
-    assert (summary.outcome, summary.problems) == ("conformant", ())
-    assert [row.witness_verdict for row in known(summary)] == ["not this time"]
-    run["ledger"][0]["witness_verdict"] = "wrong"
-    assert [row.witness_verdict for row in known(summarise([make()], run))] == ["wrong"]
 
 
 def test_a_problem_that_the_run_names_is_not_repeated(make, run):
